@@ -19,6 +19,7 @@ COMMAND = re.compile(rf"(?:{SETTING} )*(?:make|python|torchrun|pip|pytest)(?: |$
 
 FIRST_HOUR = "test_first_hour.py::test_the_first_hour"
 MENDED = "test_a_damaged_sample_is_reported_and_a_fresh_process_mends_it_with_the_same_bytes"
+COSTS = "test_the_costs_of_test_time_training_are_what_its_program_counts"
 REPLAYED = "test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs"
 TORCHRUN = "script/test_distributed.py::test_torchrun_starts_it_and_shows_the_error_of_one_rank"
 
@@ -32,7 +33,7 @@ RUN_BY = [
     ("make", FIRST_HOUR),
     ("tests/same_bits.py", "test_same_bits.py::test_equal_scripts_are_equal_and_other_weights_are_seen"),
     ("--nnodes=2", TORCHRUN),
-    ("benchmarks.ttt cost", "tools/test_benchmarks.py::test_the_costs_of_a_text_are_a_table"),
+    ("benchmarks.ttt cost", f"test_readme.py::{COSTS}"),
     ("RESUME=runs/long", "script/test_resume.py::test_a_run_stopped_twice_on_other_numbers_of_ranks"),
     ("torchrun", TORCHRUN), ("RESUME=", FIRST_HOUR), ("EVAL_ONLY=", FIRST_HOUR),
     ("TRACE_STEPS=", FIRST_HOUR),

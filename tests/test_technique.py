@@ -13,6 +13,8 @@ import pytest
 
 from tests.script import test_style
 from tests.support.patches import apply
+from tests.support.processes import Ended, Lab, train_losses
+from tools.runs.load import load_script
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,18 @@ def patched(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = (repo / "docs/technique.md").read_text("utf-8")
     patch = page.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
     apply(patch, tree, repo)
+    shown = (repo / "README.md").read_text("utf-8").split("```diff\n")[1].split("```")[0]
+    added = re.findall(r"^\+ +\S.*$", shown, re.MULTILINE)
+    assert len(added) > 3 and set(added) <= set(patch.splitlines())
     return tree
+
+
+def test_it_works_and_its_off_is_off(patched: Path, lab: Lab, finished: Ended) -> None:
+    given = {"script": patched / "train_gpt.py", "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
+    off = train_losses(lab.elsewhere("off").succeed(**given))
+    assert off == train_losses(finished)
+    on = train_losses(lab.elsewhere("on").succeed(**given, Z_LOSS=0.01))
+    assert all(on[step] > loss for step, loss in off.items())
 
 
 def test_it_is_in_style(patched: Path) -> None:
@@ -45,8 +58,6 @@ def test_it_is_as_plain_as_the_script(patched: Path) -> None:
 
 
 START = """
-import torch
-from train_gpt import *
 SMALL = dict(VOCAB_SIZE="64", NUM_LAYERS="2", MODEL_DIM="32", NUM_HEADS="2", NUM_KV_HEADS="1", XSA_LAST_N="2",
              NUM_LOOPS="0", PARALLEL_START_LAYER="1", TRAIN_SEQ_LEN="16", MICRO_BATCH_TOKENS="64")
 ids = torch.arange(65).view(1, -1) % 64
@@ -101,9 +112,7 @@ def test_an_example_of_the_page_does_what_it_says(name: str, repo: Path, tmp_pat
     apply(patch, tmp_path, repo)
     source = (tmp_path / "train_gpt.py").read_text("utf-8")
     test_style.test_no_function_is_too_long_or_nested_too_deep(ast.parse(source))
-    command = [sys.executable, "-c", START + EXAMPLES[name]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    exec(START + EXAMPLES[name], vars(load_script(tmp_path / "train_gpt.py")))
 
 
 def test_an_example_that_does_not_apply_fails_but_in_a_fork(tmp_path: Path, repo: Path) -> None:

@@ -11,45 +11,37 @@ TITLE, CAPS, NEXT, ESCAPE, SPACE_TITLE, SPACE_CAPS = caseops.FUSED_MARKS
 ALPHABET = "aabzAABZ  éÉßǅıİſK ’1_\n\t" + "".join(caseops.FUSED_MARKS) + "\ue000\ue007\u00a0日\U0001f600\0"
 
 
-@pytest.mark.parametrize(("text", "coded"), [
+# Texts and their codes, by whether the form is the fused one.
+CODES = {False: [
     ("", ""), ("word", "word"), ("Word", f"{TITLE}word"), ("WORD", f"{CAPS}word"), ("I", f"{TITLE}i"),
     ("iPhone", f"i{NEXT}phone"), ("McGraw", f"{TITLE}mc{NEXT}graw"), ("ABc", f"{TITLE}a{NEXT}bc"),
     ("NASA's Élan", f"{CAPS}nasa's É" + "lan"), ("éA", f"é{TITLE}a"), ("X1Y", f"{TITLE}x1{TITLE}y"),
     (f"a{TITLE}B", f"a{ESCAPE}{TITLE}{TITLE}b"), (ESCAPE * 2, ESCAPE * 4),
-])
-def test_golden_codes(text: str, coded: str) -> None:
-    assert caseops.encode(text) == coded
-    assert caseops.decode(coded) == text
-
-
-@pytest.mark.parametrize("coded", [
-    "A", "aB", TITLE, f"{TITLE}1", f"{CAPS}a", f"{CAPS}aB", f"a{TITLE}b", f"{NEXT}a", f"a{NEXT}", ESCAPE,
-    f"{ESCAPE}a", f"{TITLE}{NEXT}a", f"{CAPS}a{NEXT}b", f"{TITLE}{TITLE}a", f"a{NEXT}{NEXT}b", f"{TITLE}\né",
-])
-def test_what_encode_cannot_write_is_refused(coded: str) -> None:
-    with pytest.raises(caseops.CaseOpsError):
-        caseops.decode(coded)
-
-
-@pytest.mark.parametrize(("text", "coded"), [
+], True: [
     ("the Word", f"the{SPACE_TITLE} word"), ("the\n\nWORD", f"the{SPACE_CAPS}\n\nword"),
     ("Word", f"{TITLE}word"), (" Word", f" {TITLE}word"),
     ("an iPhone", f"an i{NEXT}phone"), ("of McGraw", f"of{SPACE_TITLE} mc{NEXT}graw"),
     (". I", f".{SPACE_TITLE} i"), ("a\u00a0Word", f"a\u00a0{TITLE}word"), ("(Word", f"({TITLE}word"),
     (f"{SPACE_CAPS} A", f"{ESCAPE}{SPACE_CAPS}{SPACE_TITLE} a"), (" \t", " \t"), (" É", " É"),
-])
-def test_golden_codes_of_the_fused_form(text: str, coded: str) -> None:
-    assert caseops.encode(text, fused=True) == coded
-    assert caseops.decode(coded, fused=True) == text
-
-
-@pytest.mark.parametrize("coded", [
+]}
+# What no text is coded as.
+NO_CODES = {False: [
+    "A", "aB", TITLE, f"{TITLE}1", f"{CAPS}a", f"{CAPS}aB", f"a{TITLE}b", f"{NEXT}a", f"a{NEXT}", ESCAPE,
+    f"{ESCAPE}a", f"{TITLE}{NEXT}a", f"{CAPS}a{NEXT}b", f"{TITLE}{TITLE}a", f"a{NEXT}{NEXT}b", f"{TITLE}\né",
+], True: [
     f"a {TITLE}b", f"{SPACE_TITLE}b", f"{SPACE_TITLE} ", f" {SPACE_TITLE} b", f"{SPACE_CAPS} a", SPACE_CAPS,
     f"{SPACE_TITLE} {TITLE}b", f"{ESCAPE}b", f"{SPACE_TITLE}{SPACE_TITLE} b", f"{SPACE_TITLE} 1",
-])
-def test_what_the_fused_form_cannot_hold_is_refused(coded: str) -> None:
-    with pytest.raises(caseops.CaseOpsError, match="at character"):
-        caseops.decode(coded, fused=True)
+]}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_golden_codes_and_what_is_none(fused: bool) -> None:
+    for text, coded in CODES[fused]:
+        assert caseops.encode(text, fused) == coded
+        assert caseops.decode(coded, fused) == text
+    for coded in NO_CODES[fused]:
+        with pytest.raises(caseops.CaseOpsError, match="at character"):
+            caseops.decode(coded, fused)
 
 
 @pytest.mark.parametrize("fused", [False, True])

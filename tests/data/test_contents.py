@@ -41,25 +41,25 @@ def write_counts(folder: Path, counts: np.ndarray) -> None:
     shards.write_manifest(folder, manifest)
 
 
-def verify(folder: Path) -> int:
-    """The exit status of the command."""
-    out = str(folder.parents[1])
-    return fineweb.main(["--verify", "--variant", "any", "--dataset", folder.name, "--out", out])
-
-
 def problems(folder: Path) -> list[str]:
     return contents.content_problems(folder, shards.read_manifest(folder))
 
 
+def plain_problems(folder: Path, tokenizer: str = "tokenizer.model") -> list[str]:
+    """Of a data set without CaseOps."""
+    files = {path.name: {} for path in folder.glob("fineweb_*.bin")}
+    manifest = {"tokenizer": {"file": tokenizer}, "splits": {"val": {}}, "files": files}
+    return contents.content_problems(folder, manifest)
+
+
 def test_what_the_exporter_makes_belongs_together(made: Path, dataset: Path) -> None:
-    assert problems(made) == []
-    manifest = {"tokenizer": {"file": "tokenizer.model"}, "splits": {"val": {}}}
-    files = {path.name: {} for path in dataset.glob("fineweb_*.bin")}
-    assert contents.content_problems(dataset, {**manifest, "files": files}) == []
+    assert problems(made) == [] == plain_problems(dataset)
 
 
 def test_a_wrong_sidecar_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(folder) == 0
+    out = str(folder.parents[1])
+    verify = ["--verify", "--variant", "any", "--dataset", folder.name, "--out", out]
+    assert fineweb.main(verify) == 0
     tokens, counts = tiny.joined(folder, "val_[0-9]"), tiny.joined(folder, "val_bytes_")
     starts = tokens == shards.BOS_ID
     marks = (tokens >= 4) & (tokens < 8)
@@ -73,7 +73,7 @@ def test_a_wrong_sidecar_is_told(folder: Path, capsys: pytest.CaptureFixture[str
     ):
         write_counts(folder, wrong)
         capsys.readouterr()
-        assert verify(folder) == 1
+        assert fineweb.main(verify) == 1
         assert told in capsys.readouterr().err
 
 
@@ -108,15 +108,11 @@ def test_a_foreign_tokenizer_or_id_is_told(dataset: Path, tmp_path: Path) -> Non
     """It has as many pieces, so that every id is one of its own."""
     texts = [text[::-1] for text in tiny.documents()]
     (tmp_path / "other.model").write_bytes(tiny.train_tokenizer(texts))
-    files = {path.name: {} for path in dataset.glob("fineweb_*.bin")}
-    manifest = {"tokenizer": {"file": str(tmp_path / "other.model")}, "splits": {"val": {}}, "files": files}
-    (problem,) = contents.content_problems(dataset, manifest)
+    (problem,) = plain_problems(dataset, str(tmp_path / "other.model"))
     assert "come back when they are decoded and encoded" in problem
     folder = Path(shutil.copytree(dataset, tmp_path / "data"))
     tokens = tiny.tokens_of(folder / "fineweb_train_000001.bin")
     tokens[77] = tiny.VOCAB_SIZE
     shards.write_shard(folder / "fineweb_train_000001.bin", tokens)
-    files = {path.name: {} for path in folder.glob("fineweb_*.bin")}
-    manifest = {"tokenizer": {"file": "tokenizer.model"}, "splits": {"val": {}}, "files": files}
-    (problem,) = contents.content_problems(folder, manifest)
+    (problem,) = plain_problems(folder)
     assert "fineweb_train_000001.bin: token 77 has id 320, the tokenizer has 320 pieces" in problem

@@ -83,8 +83,13 @@ def directory(out: Path) -> Path:
     return out / "datasets" / DATASET
 
 
+def fetch(out: Path, files: dict[str, bytes], *more: str, train_shards: int = 3) -> None:
+    """Download: exactly the wanted files with exactly the hub's bytes, and nothing left of the transfer."""
+    assert fineweb.main(command(out, *more, train_shards=train_shards)) == 0
+    assert_complete(out, files, train_shards)
+
+
 def assert_complete(out: Path, files: dict[str, bytes], train_shards: int) -> None:
-    """Exactly the wanted files with exactly the hub's bytes, and nothing left of the transfer."""
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{index:06d}.bin" for index in range(train_shards))]
     assert sorted(path.name for path in directory(out).glob("*.bin")) == sorted(names)
     for name in names:
@@ -112,23 +117,17 @@ def test_download_extend_verify(hub: Hub, files: dict[str, bytes], tmp_path: Pat
     assert fineweb.main(command(tmp_path / "dry", "--dry-run")) == 0
     assert remote("fineweb_train_000002.bin") in capsys.readouterr().out
     assert not hub.sent and not (tmp_path / "dry").exists()
-    assert fineweb.main(command(tmp_path, train_shards=2)) == 0
-    assert_complete(tmp_path, files, 2)
+    fetch(tmp_path, files, train_shards=2)
     first = hub.completed.copy()
-    assert fineweb.main(command(tmp_path, train_shards=4)) == 0
-    assert_complete(tmp_path, files, 4)
+    fetch(tmp_path, files, train_shards=4)
     added = [remote(f"fineweb_train_{index:06d}.bin") for index in (2, 3)]
     assert sorted((hub.completed - first).elements()) == added
     hub.faults.status = 500
     assert fineweb.main(command(tmp_path, "--verify")) == 0
-    check_manifest(tmp_path)
-
-
-def check_manifest(out: Path) -> None:
-    """It pins the revision and counts documents."""
-    manifest = shards.read_manifest(directory(out))
+    # The manifest pins the revision and counts documents.
+    manifest = shards.read_manifest(directory(tmp_path))
     assert (manifest["source"], manifest["revision"]) == (REPO, hub_server.COMMIT)
-    tiny.assert_documents_are_counted(directory(out))
+    tiny.assert_documents_are_counted(directory(tmp_path))
 
 
 def test_sidecars_are_fetched_and_must_match(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
@@ -157,8 +156,7 @@ def test_cut_connections_are_resumed_within_the_file(hub: Hub, files: dict[str, 
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", block_bytes)
     name = remote("fineweb_train_000001.bin")
     hub.faults.cut_after_bytes[name] = [10_000, 20_000]
-    assert fineweb.main(command(tmp_path)) == 0
-    assert_complete(tmp_path, files, 3)
+    fetch(tmp_path, files)
     assert hub.sent[name] < len(files[name]) + 2 * block_bytes
 
 
@@ -174,8 +172,7 @@ def test_bad_copies_are_fetched_again_and_lasting_damage_is_an_error(
     assert not (directory(tmp_path) / Path(name).name).exists()
     assert not (directory(tmp_path) / shards.MANIFEST_NAME).exists()
     damaged[name] = 1
-    assert fineweb.main(command(tmp_path)) == 0
-    assert_complete(tmp_path, files, 3)
+    fetch(tmp_path, files)
     assert hub.completed[remote("fineweb_val_000000.bin")] == 1
     damaged["datasets/tokenizers/fineweb_1024_bpe.model"] = 1
     assert fineweb.main(command(tmp_path / "again", train_shards=1)) == 0
@@ -200,21 +197,18 @@ def test_offline_mode_is_said(hub: Hub, repo: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "HF_HUB_OFFLINE is set" in done.stderr
 
 
-def test_other_layouts_are_explained(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
+def test_other_layouts_are_explained(hub: Hub, files: dict[str, bytes], tmp_path: Path,
+                                     error_of: Fails) -> None:
     assert "5 training shards, expected at least 1 and the 9" in error_of(tmp_path, train_shards=9)
     assert "models there: fineweb_1024_bpe.model" in error_of(tmp_path, "--tokenizer", "other.model")
     assert f"shards are in datasets/datasets/{DATASET}" in error_of(tmp_path, "--dataset", "other")
+    hub.files = {name.removeprefix("datasets/"): content for name, content in files.items()}
+    fetch(tmp_path / "root", files, "--root", "")
     hub.files = {f"flat/{Path(name).name}": content for name, content in hub.files.items()}
     assert "shards are in flat" in error_of(tmp_path)
     hub.files = {"README.md": b""}
     assert "no shards anywhere" in error_of(tmp_path)
     assert "give its --repo" in error_of(tmp_path, "--variant", "sp999")
-
-
-def test_the_same_layout_under_another_root(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
-    hub.files = {name.removeprefix("datasets/"): content for name, content in files.items()}
-    assert fineweb.main(command(tmp_path, "--root", "")) == 0
-    assert_complete(tmp_path, files, 3)
 
 
 def test_damage_is_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path, error_of: Fails) -> None:
@@ -227,8 +221,7 @@ def test_damage_is_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path, err
     os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))  # a bad disk does not touch the time
     assert f"{victim}: sha256" in error_of(tmp_path, "--verify")
     before = hub.completed.copy()
-    assert fineweb.main(command(tmp_path)) == 0
-    assert_complete(tmp_path, files, 3)
+    fetch(tmp_path, files)
     assert list((hub.completed - before).elements()) == [remote(victim.name)]
 
 
@@ -238,8 +231,7 @@ def test_files_of_other_tools_are_taken_if_right(hub: Hub, files: dict[str, byte
     right.write_bytes(files[remote(right.name)])
     wrong.write_bytes(files[remote(right.name)])  # the right size
     empty.write_bytes(b"")
-    assert fineweb.main(command(tmp_path)) == 0
-    assert_complete(tmp_path, files, 3)
+    fetch(tmp_path, files)
     assert hub.completed[remote(right.name)] == 0
     assert wrong.with_name(f"{wrong.name}.replaced").read_bytes() == files[remote(right.name)]
 
@@ -284,8 +276,11 @@ def test_foreign_tokens_and_damaged_receipts_are_refused(hub: Hub, tmp_path: Pat
     assert "damaged" in error_of(tmp_path)
 
 
-def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Path, kills: int) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_killed_download_resumes_without_refetching(hub: Hub, files: dict[str, bytes], repo: Path,
+                                                      tmp_path: Path, kills: int) -> None:
     """Kill a slow download at random moments, then resume it; no finished file may be fetched again."""
+    out = tmp_path / "out"
     generator = random.Random(kills)
     hub.faults.delay_s = 0.04
     arguments = command(out, "--workers", "2", train_shards=5)
@@ -310,9 +305,3 @@ def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Pa
             assert not {Path(name).name for name in (hub.requested - requested_before)} & finished
             hub.faults.delay_s = 0.04
             shutil.rmtree(out)
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_killed_download_resumes_without_refetching(hub: Hub, files: dict[str, bytes], repo: Path,
-                                                      tmp_path: Path, kills: int) -> None:
-    interrupted_downloads(hub, files, repo, tmp_path / "out", kills)

@@ -160,31 +160,28 @@ def test_bad_manifests_are_refused(tmp_path: Path, content: str) -> None:
 TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
 
 
-def changed_manifest(built: Path, out: Path, **changes: Any) -> Path:
-    """A copy of the sample whose manifest says something else of its first training shard."""
-    shutil.copytree(built, out, dirs_exist_ok=True)
-    manifest = shards.read_manifest(dataset(out))
-    manifest["files"][TRAIN].update(changes)
-    shards.write_manifest(dataset(out), manifest)
-    return dataset(out)
-
-
 def test_training_on_validation_text(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    start, stop = shards.read_manifest(dataset(built))["files"][VAL]["documents"]
-    directory = changed_manifest(built, tmp_path, documents=[stop - 1, stop + 60])
-    (problem,) = shards.verify_dataset(directory)
+    directory = Path(shutil.copytree(built, tmp_path, dirs_exist_ok=True)) / "datasets" / sample.NAME
+    sound = (directory / shards.MANIFEST_NAME).read_bytes()
+
+    def problems(**changes: Any) -> list[str]:
+        """What is told where the manifest says something else of the first training shard."""
+        manifest = json.loads(sound)
+        manifest["files"][TRAIN].update(changes)
+        shards.write_manifest(directory, manifest)
+        return shards.verify_dataset(directory)
+
+    validation = json.loads(sound)["files"][VAL]
+    start, stop = validation["documents"]
+    assert not problems(documents=[stop, stop + 60])
+    (problem,) = problems(documents=[stop - 1, stop + 60])
     assert problem.startswith(f"{directory / TRAIN}: ")
     assert f"[{stop - 1}, {stop + 60})" in problem and f"[{start}, {stop}) of {VAL}" in problem
     assert sample.main(["--out", str(tmp_path), "--check"]) == 1 and problem in capsys.readouterr().err
-    assert not shards.verify_dataset(changed_manifest(built, tmp_path / "b", documents=[stop, stop + 60]))
-
-
-def test_training_on_validation_is_an_error(built: Path, tmp_path: Path) -> None:
-    digest = shards.read_manifest(dataset(built))["files"][VAL]["sha256"]
-    problem, *_ = shards.verify_dataset(changed_manifest(built, tmp_path, sha256=digest))
+    problem, *_ = problems(sha256=validation["sha256"])
     assert TRAIN in problem and VAL in problem and "overlap" in problem
     for documents in (5, [1], ["a", "b"], None):
-        (problem,) = shards.verify_dataset(changed_manifest(built, tmp_path, documents=documents))
+        (problem,) = problems(documents=documents)
         assert "manifest.json" in problem, documents
 
 

@@ -49,27 +49,35 @@ def sound_folders(place: Path) -> list[Path]:
     packed = pack(place / "ours", make_runs(place / "runs", 42, 1337, 7), name="Plain")
     runs = make_runs(place / "more_runs", 1, 2, gain=0.02)
     wrapped = pack(place / "ours", runs, "--wrap", "--baseline", str(packed), name="Wrapped")
-    others = [_public(place, "2026-04-01_A", DIALECT_A), _public(place, "2026-04-02_B", DIALECT_B)]
-    return [packed, wrapped, *others]
+    return [packed, wrapped, _public(place / "a", DIALECT_A), _public(place / "b", DIALECT_B)]
 
 
-def _public(place: Path, name: str, log: str) -> Path:
-    folder = place / "track_10min_16mb" / name
-    (folder / "helpers").mkdir(parents=True)
+def public_folder(place: Path, logs: dict[str, str], script: str, **more: Any) -> Path:
+    """A folder as other people submit it; written anew where the test has made it before."""
+    folder = place / "track_10min_16mb" / "2026-04-01_Public"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     (folder / "README.md").write_text("A record, with brotli.\n")
-    (folder / "train_gpt.py").write_text("import helpers.kernels\n" + PROGRAM)
-    (folder / "helpers" / "kernels.py").write_text("import urllib.request\nNAME = 'fast.cu'\n")
-    (folder / "helpers" / "fast.cu").write_text("int x;\n")
+    (folder / "train_gpt.py").write_text(script)
+    values = {"author": "a", "github_id": "a", "name": "n", "date": "2026-04-01", **more}
+    (folder / "submission.json").write_text(json.dumps(values))
+    for name, text in logs.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def _public(place: Path, log: str) -> Path:
     values = {
-        "author": "a", "github_id": "a", "name": name, "date": "2026-04-01",
         "val_bpb": 1.2, "val_loss": 2.0, "val_bpb_std": 0.001,
         "bytes_total": 15_900_000, "bytes_code": 47_642, "hardware": "8xH100 80GB SXM",
         "seeds": [1, 2, 3],
         "seed_results": {"1": {"val_bpb": 1.2, "steps": 100}, "2": {"artifact_bytes": 1}},
     }  # fmt: skip
-    (folder / "submission.json").write_text(json.dumps(values))
-    for seed in (1, 2, 3):
-        (folder / f"train_seed{seed}.log").write_text(log.replace("1337", str(seed)))
+    logs = {f"train_seed{seed}.log": log.replace("1337", str(seed)) for seed in (1, 2, 3)}
+    folder = public_folder(place, logs, "import helpers.kernels\n" + PROGRAM, **values)
+    (folder / "helpers").mkdir()
+    (folder / "helpers" / "kernels.py").write_text("import urllib.request\nNAME = 'fast.cu'\n")
+    (folder / "helpers" / "fast.cu").write_text("int x;\n")
     return folder
 
 
@@ -207,10 +215,12 @@ def leaving_file_names(folder: Path, rng: random.Random) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
-def _shell(program: bytes, rng: random.Random) -> bytes:
-    """A script that decompresses and executes `program`."""
-    packed = base64.b85encode(lzma.compress(program, preset=rng.choice([0, 6]))).decode()
-    return f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({packed!r})))".encode()
+def shell(program: str, times: int = 1) -> str:
+    """A script that decompresses and executes `program`, or one that does so with such a script."""
+    for _ in range(times):
+        packed = base64.b85encode(lzma.compress(program.encode(), preset=0)).decode()
+        program = f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({packed!r})))"
+    return program
 
 
 @cache
@@ -231,15 +241,12 @@ PROGRAMS = [  # each hard on a parser in its own way
 
 
 def hard_program(data: bytes, rng: random.Random) -> bytes:
-    program = repeated(rng.choice(PROGRAMS), rng.choice([1_000, 20_000, 100_000, 500_000])).encode()
-    return _shell(program, rng) if rng.random() < 0.5 else program
+    program = repeated(rng.choice(PROGRAMS), rng.choice([1_000, 20_000, 100_000, 500_000]))
+    return shell(program, rng.choice([0, 1])).encode()
 
 
 def wrapped_often(data: bytes, rng: random.Random) -> bytes:
-    program = PROGRAM.encode()
-    for _ in range(rng.randint(2, 14)):
-        program = _shell(program, rng)
-    return program
+    return shell(PROGRAM, rng.randint(2, 14)).encode()
 
 
 def expanding_payload(data: bytes, rng: random.Random) -> bytes:

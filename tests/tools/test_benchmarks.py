@@ -96,12 +96,12 @@ def test_a_kept_measurement_is_on_the_page_and_a_changed_figure_changes_it(
                 "set": [], "device": "cpu"}  # fmt: skip
     results.finish("loader", results.conditions(), measured, keep=False)
     assert "## Loader" in capsys.readouterr().out
-    with monkeypatch.context() as tree, pytest.raises(SystemExit, match="commit the programs, then measure"):
+    with monkeypatch.context() as tree:
         tree.setattr(results, "commit", lambda: "0000000-dirty")
-        results.finish("loader-small", results.conditions(), measured, keep=True)
-    with monkeypatch.context() as tree, pytest.raises(SystemExit, match="commit them first"):
-        tree.setattr(results, "commit", lambda: "0000000-dirty")
-        results.refuse_dirty()
+        with pytest.raises(SystemExit, match="commit the programs, then measure"):
+            results.finish("loader-small", results.conditions(), measured, keep=True)
+        with pytest.raises(SystemExit, match="commit them first"):
+            results.refuse_dirty()
     assert [path.name for path in (empty / "results").iterdir()] == [results.RELEASE]
     assert "Loader" not in (empty / "RESULTS.md").read_text()
 
@@ -141,19 +141,6 @@ def test_a_script_takes_the_steps_of_its_turn_and_no_others(tmp_path: Path) -> N
         assert len(turn.ms) == len(turn.cpu_ms) == 4 and min(turn.ms) > 0
         with pytest.raises(TurnsError, match=r"(?s)ended instead of taking 1 steps:.*a message of mine"):
             mine.steps(1)
-
-
-def test_the_costs_of_a_text_are_a_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = "EVAL_SEQ_LEN=64 EVAL_STRIDE=16 TTT_CHUNK_TOKENS=256 TTT_CHUNK_SIZE=16"
-    monkeypatch.setattr(ttt, "official_text", lambda: ttt.text_of(np.array([150] * 80 + [40] * 16)))
-    monkeypatch.setattr("sys.argv", ["ttt.py", "cost", "--set", *settings.split()])
-    ttt.main()
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    sliding, sgd, adapters = ([float(cell) for cell in row.split("|")[2:4]] for row in rows[-3:])
-    # Sliding windows take no gradients; adapters take them for nearly all that they read.
-    assert sliding[1] == 0.0 < sgd[1] < adapters[1] <= adapters[0] and sliding[0] < sgd[0]
 
 
 def test_costs_of_test_time_training_are_those_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,15 +272,22 @@ RACED = KEEPS_AN_AVERAGE.replace('"VOCABULARY"', '"VOCAB_SIZE"').replace(
 
 
 @pytest.fixture
-def race(
-    tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, dict[str, Any]]]:
+def small(tmp_path: Path) -> Path:
+    """A file with the settings of the tiny model."""
+    config = tmp_path / "small.env"
+    config.write_text("".join(f"{name}={value}\n" for name, value in environment().items()))
+    return config
+
+
+Race = Callable[..., dict[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def race(tmp_path: Path, small: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> Race:
     """Runs the command on a script; what each side measured. Every look at theirs' clock is a second.
 
     Runs of ours are not started: what is told of them is made of their settings.
     """
-    config = tmp_path / "small.env"
-    config.write_text("".join(f"{name}={value}\n" for name, value in environment().items()))
     folders = (tmp_path / f"runs{number}" for number in itertools.count())
 
     def ours(script: Path, settings: dict[str, str], directory: Path) -> dict[str, Any]:
@@ -313,10 +307,9 @@ def race(
             return TrainingClock(lambda: next(seconds), limit)
 
         monkeypatch.setattr(beside, "TrainingClock", clock)
-        places = {"--data": dataset, "--tokenizer": dataset / "tokenizer.model", "--config": config}
-        command = ["beside.py", str(path), *(str(word) for place in places.items() for word in place)]
-        counts = ["--runs", str(folder), "--seconds", "6", "--val-tokens", "256", "--seeds", "7"]
-        monkeypatch.setattr("sys.argv", [*command, *counts, *options])
+        command = ["beside.py", path, "--data", dataset, "--tokenizer", dataset / "tokenizer.model"]
+        command += ["--config", small, "--runs", folder, "--seconds", 6, "--val-tokens", 256, "--seeds", 7]
+        monkeypatch.setattr("sys.argv", [*map(str, command), *options])
         beside.main()
         files = folder.glob("*.json")
         return {path.stem.removesuffix("-seed7"): json.loads(path.read_text()) for path in files}
@@ -324,7 +317,7 @@ def race(
     return run
 
 
-def test_each_side_is_trained_and_scored(race: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_side_is_trained_and_scored(race: Race, capsys: pytest.CaptureFixture[str]) -> None:
     sides = [side for side in beside.SIDES if side != "speed"]
     found = race(RACED, "--theirs", "MATRIX_LR=0.04", "--only", *sides)
     assert found.keys() == {side.replace(", ", "-").replace(" ", "-") for side in sides}
@@ -341,18 +334,15 @@ def test_each_side_is_trained_and_scored(race: Any, capsys: pytest.CaptureFixtur
     assert "| ours as theirs |" in printed and "Nothing of theirs is shipped" in printed
 
 
-@pytest.mark.parametrize(("setting", "only", "told"), [
-    ("NUM_LAYERS=3", [*beside.SIDES], "--theirs NUM_LAYERS: is equal on all sides"),
-    ("WARMDOWN=3", ["theirs"], "never reads WARMDOWN"),
-    ("WIDTH=4", [*beside.SIDES], "WIDTH=4: no setting here"),
-    ("MATRIX_LR=much", ["ours as theirs"], "MATRIX_LR='much'"),
-])  # fmt: skip
-def test_a_setting_that_does_not_fit_is_told(race: Any, setting: str, only: list[str], told: str) -> None:
-    with pytest.raises(SystemExit, match=told):
-        race(RACED, "--theirs", setting, "--only", *only)
-
-
-def test_what_does_not_fit_a_race_is_told(race: Any) -> None:
+def test_what_does_not_fit_a_race_is_told(race: Race) -> None:
+    for setting, only, told in (
+        ("NUM_LAYERS=3", beside.SIDES, "--theirs NUM_LAYERS: is equal on all sides"),
+        ("WARMDOWN=3", ["theirs"], "never reads WARMDOWN"),
+        ("WIDTH=4", beside.SIDES, "WIDTH=4: no setting here"),
+        ("MATRIX_LR=much", ["ours as theirs"], "MATRIX_LR='much'"),
+    ):
+        with pytest.raises(SystemExit, match=told):
+            race(RACED, "--theirs", setting, "--only", *only)
     with pytest.raises(SystemExit, match="which config is this script in ours"):
         race(RACED, file="pr549_train_gpt.py")
     shuffling = RACED.replace("DistributedTokenLoader", "ShuffledSequenceLoader")
@@ -363,11 +353,9 @@ def test_what_does_not_fit_a_race_is_told(race: Any) -> None:
     )
 
 
-def test_shuffled_batches_are_those_of_ours(tmp_path: Path, dataset: Path) -> None:
-    config = tmp_path / "small.env"
-    config.write_text("".join(f"{name}={value}\n" for name, value in environment().items()))
+def test_shuffled_batches_are_those_of_ours(tmp_path: Path, small: Path, dataset: Path) -> None:
     arguments = argparse.Namespace(
-        path=Path("train_gpt.py"), config=config, data=dataset, tokenizer=dataset / "tokenizer.model",
+        path=Path("train_gpt.py"), config=small, data=dataset, tokenizer=dataset / "tokenizer.model",
         seconds=6.0, val_tokens=256, set=[], theirs=[], as_theirs=None, only=["theirs shuffled"], seeds=[7],
         runs=tmp_path,
     )  # fmt: skip

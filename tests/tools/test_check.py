@@ -1,9 +1,7 @@
 """The audit: a packed folder passes, each alteration is named, public layouts get no false FAIL."""
 
-import base64
 import itertools
 import json
-import lzma
 import random
 import re
 import shutil
@@ -16,9 +14,11 @@ import pytest
 
 from data.files import sha256_file
 from tests.support.dialects import DIALECT_A, DIALECT_B
-from tests.support.runs import SOURCE, make_runs, pack, wrap
+from tests.support.runs import SOURCE, make_runs, pack
 from tests.support.waiting import is_running, wait_until
 from tests.tools import damage
+from tests.tools.conftest import Tool
+from tests.tools.damage import public_folder, shell
 from tools.__main__ import main
 from tools.check import checks, execute
 from tools.check.apart import Auditor
@@ -58,6 +58,10 @@ def fails(folder: Path, mode: Mode = Mode.AGREED) -> list[Finding]:
     return [finding for finding in audit(Folder(folder)) if finding.level(mode) is Level.FAIL]
 
 
+def levels(folder: Path, mode: Mode = Mode.AGREED) -> set[tuple[str, str]]:
+    return {(f.check, f.level(mode).name) for f in audit(Folder(folder))}
+
+
 def edit(folder: Path, name: str, old: str, new: str) -> None:
     text = (folder / name).read_text()
     assert old in text, f"{name} does not hold {old!r}"
@@ -83,7 +87,6 @@ CODE_EDIT = ("train_gpt.py", "LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03")
 SEED_CODE = ("summary_seed42.json", '"code": {"sha256": "')
 MIXED = "seed 42 is of mixed code: it began with another script"
 EDITS = [
-    (("submission.json", '"val_bpb": 1.7285', '"val_bpb": 1.7286'), "A4", "`val_bpb` is"),
     (("submission.json", '"steps": 400', '"steps": 401'), "A4", "`seed_results.42.steps` is 401"),
     (LOG, "A2", "`train_seed42.log` is not the file that was packed"),
     (LOG, "C1", "is not val_loss"),
@@ -103,17 +106,18 @@ def test_an_edit_is_named(packed: Path, change: tuple[str, str, str], check: str
 
 
 def test_seeds_without_a_log_and_logs_of_other_seeds_are_named(packed: Path) -> None:
-    text = (packed / "submission.json").read_text()
-    (packed / "submission.json").write_text(text.replace('"42"', '"43"').replace("    42,", "    43,"))
-    told = [f"{finding.check} {finding.text}" for finding in fails(packed)]
-    assert any("A5 seed 43 is declared, its log or summary is missing" in one for one in told)
-    (packed / "submission.json").write_text(text)
+    edit(packed, "submission.json", '"42"', '"43"')
+    edit(packed, "submission.json", "    42,", "    43,")
+    told = "\n".join(f"{finding.check} {finding.text}" for finding in fails(packed))
+    assert "A5 seed 43 is declared, its log or summary is missing" in told
+    edit(packed, "submission.json", '"43"', '"42"')
+    edit(packed, "submission.json", "    43,", "    42,")
     first, second = packed / "train_seed42.log", packed / "train_seed1337.log"
     second.write_text(first.read_text())
     first.unlink()
-    told = [f"{finding.check} {finding.text}" for finding in fails(packed)]
-    assert any("A2 `train_seed42.log` was packed and is missing" in one for one in told)
-    assert any("A5 train_seed1337.log stands for seed 1337, but says seed 42" in one for one in told)
+    told = "\n".join(f"{finding.check} {finding.text}" for finding in fails(packed))
+    assert "A2 `train_seed42.log` was packed and is missing" in told
+    assert "A5 train_seed1337.log stands for seed 1337, but says seed 42" in told
 
 
 def hash_again(folder: Path) -> None:
@@ -172,11 +176,6 @@ def test_files_and_authors_are_named(packed: Path) -> None:
         assert [f.check for f in fails(record) if text in f.text] == ["A3"]
 
 
-def test_the_source_of_a_wrapped_script_is_its_program(compared: Path) -> None:
-    (compared / "train_gpt.py").write_bytes(wrap(SOURCE.replace("0.02", "0.03")))
-    assert any(f"is not the program in {READABLE}" in finding.text for finding in fails(compared))
-
-
 def test_the_source_that_tracks_share_is_audited_like_one_in_the_folder(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     folder = pack(tmp_path, make_runs(tmp_path / "runs", 1), "--wrap")
@@ -223,20 +222,6 @@ DERIVED = [
 ]  # fmt: skip
 
 
-def public(tmp_path: Path, logs: dict[str, str], script: str = SOURCE, **more: Any) -> Path:
-    """A folder as other people submit it; written anew where the test has made it before."""
-    folder = tmp_path / "track_10min_16mb" / "2026-04-01_Public"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "README.md").write_text("text\n")
-    (folder / "train_gpt.py").write_text(script)
-    value = {"author": "a", "github_id": "a", "name": "n", "date": "2026-04-01", **more}
-    (folder / "submission.json").write_text(json.dumps(value))
-    for name, text in logs.items():
-        (folder / name).write_text(text)
-    return folder
-
-
 A_SCORE = {"val_bpb": 1.21972502, "val_loss": 2.0594546}
 CODE_BYTES = 47_642  # as the log of dialect A says
 PLAIN_A = DIALECT_A.split("=" * 100 + "\n")[1]  # without the source at its head
@@ -252,11 +237,7 @@ CODE = filled(SOURCE)
 
 def public_a(tmp_path: Path, log: str = PLAIN_A, script: str = CODE, **more: Any) -> Path:
     """A folder with one log, that of dialect A and its score where nothing else is given."""
-    return public(tmp_path, {"train.log": log}, script, **{**A_SCORE, **more})
-
-
-def levels(folder: Path, mode: Mode = Mode.AGREED) -> set[tuple[str, str]]:
-    return {(f.check, f.level(mode).name) for f in audit(Folder(folder))}
+    return public_folder(tmp_path, {"train.log": log}, script, **{**A_SCORE, **more})
 
 
 def test_scores_of_a_public_folder_are_those_of_its_logs(tmp_path: Path) -> None:
@@ -272,7 +253,7 @@ def test_scores_of_a_public_folder_are_those_of_its_logs(tmp_path: Path) -> None
 
 def test_logs_are_of_the_seed_and_the_script_that_stand_beside_them(tmp_path: Path) -> None:
     def told(logs: dict[str, str], script: str = CODE) -> str:
-        found = fails(public(tmp_path, logs, script, **A_SCORE))
+        found = fails(public_folder(tmp_path, logs, script, **A_SCORE))
         return " ".join(f"{finding.check} {finding.text}" for finding in found)
 
     assert "stands for seed 7, but says seed 1337" in told({"train_seed7.log": PLAIN_A})
@@ -286,7 +267,7 @@ def test_logs_are_of_the_seed_and_the_script_that_stand_beside_them(tmp_path: Pa
 def test_contested_points_follow_the_reading(tmp_path: Path) -> None:
     script = SOURCE + "#" * (157_868 - len(SOURCE))
     scores = {"val_bpb": 1.05989454, "val_loss": 2.31944212}
-    folder = public(tmp_path, {"train_seed42.log": DIALECT_B}, script, **scores)
+    folder = public_folder(tmp_path, {"train_seed42.log": DIALECT_B}, script, **scores)
     for check in ("A9", "C2"):  # over the cap as shipped; Hessians after the clock
         assert (check, "WARN") in levels(folder)
         assert (check, "FAIL") in levels(folder, Mode.STRICT)
@@ -357,7 +338,7 @@ def test_two_seeds_may_print_one_score_and_a_rerun_beside_them(tmp_path: Path) -
         logs[name] = logs[name].replace(f"seed:{seed}\n", f"seed:{seed}\ngate:init {found}\n")
     logs["train_seed42_rerun.log"] = again
     results = {str(seed): {"val_bpb": A_SCORE["val_bpb"]} for seed in (1, 42)}
-    assert fails(public(tmp_path, logs, CODE, **A_SCORE, seed_results=results)) == []
+    assert fails(public_folder(tmp_path, logs, CODE, **A_SCORE, seed_results=results)) == []
 
 
 ON_VALIDATION = [
@@ -399,13 +380,6 @@ def test_a_log_that_trains_on_validation_files_is_named(line: str, tmp_path: Pat
     assert ("C6", "FAIL") in levels(public_a(tmp_path, block))
 
 
-def wrapped(program: str, times: int) -> str:
-    for _ in range(times):
-        payload = base64.b85encode(lzma.compress(program.encode())).decode()
-        program = f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({payload!r})))"
-    return program
-
-
 # A script, and what is found in it.
 SCRIPTS = {
     "x = (\nA,B=1,2;train_files=join(A,'fineweb_val_*.bin');val_files='fineweb_val_*.bin'": (
@@ -423,8 +397,8 @@ SCRIPTS = {
     "import transformers": ("A11", "WARN", "imports transformers"),
     "import ctypes; ctypes.CDLL(None).socket(2, 1, 0)": ("A11", "WARN", "`CDLL(None)` loads what no"),
     "print('another program')": ("A6", "WARN", "but the script has no word `final`: what wrote it?"),
-    wrapped("import requests\n" + SOURCE, 4): ("A11", "WARN", "imports requests"),
-    wrapped(" " * (UNWRAPPED_BYTES_MAX + 1), 1): ("A7", "WARN", "packed code was not unwrapped"),
+    shell("import requests\n" + SOURCE, 4): ("A11", "WARN", "imports requests"),
+    shell(" " * (UNWRAPPED_BYTES_MAX + 1), 1): ("A7", "WARN", "packed code was not unwrapped"),
 }  # fmt: skip
 
 
@@ -558,21 +532,19 @@ def test_a_count_of_tokens_that_no_tokenizer_gives_is_named(tmp_path: Path) -> N
     text, score = byte_count_off(1.0413)
     tokens = f"val_loader:x tokens:{62021632 / 1.0413:.0f}"
     log = text.replace("world_size", f"{tokens}\nworld_size")
-    assert [f.check for f in fails(public(tmp_path, {"train.log": log}, CODE, val_bpb=score))] == ["C1"]
+    folder = public_folder(tmp_path, {"train.log": log}, CODE, val_bpb=score)
+    assert [f.check for f in fails(folder)] == ["C1"]
 
 
-def trained(steps: list[int], losses: list[float], clock: list[float], averages: list[float]) -> str:
-    """PLAIN_A with training lines of these steps, losses, milliseconds and mean times of a step."""
+def trained(steps: list[int], clock: list[float], averages: list[float], *losses: float) -> str:
+    """PLAIN_A with training lines of these steps, milliseconds, mean times of a step, and losses (3)."""
+    columns = zip(steps, losses or [3.0] * len(steps), clock, averages, strict=True)
     lines = [
         f"step:{step}/20000 train_loss:{loss:.4f} train_time:{time:.0f}ms step_avg:{average:.2f}ms\n"
-        for step, loss, time, average in zip(steps, losses, clock, averages, strict=True)
+        for step, loss, time, average in columns
     ]
     before, _, after = PLAIN_A.partition("step:1/20000 train_loss")
     return before + "".join(lines) + "step:13780/20000" + after.partition("step:13780/20000")[2]
-
-
-def paced(steps: list[int], clock: list[float], averages: list[float]) -> str:
-    return trained(steps, [3.0] * len(steps), clock, averages)
 
 
 STEPS = list(range(500, 13_501, 500))
@@ -581,38 +553,35 @@ CLOCK = [step * 43.5 + 300 * (step % 1000 > 0) for step in STEPS]
 
 def test_steps_are_those_that_the_clock_allows(tmp_path: Path) -> None:
     averages = [time / step for step, time in zip(STEPS, CLOCK, strict=True)]
-    text = paced(STEPS, CLOCK, averages)
+    text = trained(STEPS, CLOCK, averages)
     assert fails(public_a(tmp_path, text)) == []
-    folder = public_a(tmp_path, paced([2 * step for step in STEPS], CLOCK, averages))
+    folder = public_a(tmp_path, trained([2 * step for step in STEPS], CLOCK, averages))
     found = {f.text.split(" of ")[0].split(" at ")[0] for f in fails(folder)}
     assert found == {"step 21,000", "step 1,000"}  # beyond the limit; more than the clock allows
     text = text.replace("step:13780/20000 val", "step:14000/20000 val")
     (found_last,) = fails(public_a(tmp_path, text))
     assert "step 14,000 at 43.54 ms per step makes 609.6 s, train_time says 600.0 s" in found_last.text
     windows = [(time - before) / 500 for time, before in zip(CLOCK, [0.0, *CLOCK], strict=False)]
-    assert fails(public_a(tmp_path, paced(STEPS, CLOCK, windows))) == []
+    assert fails(public_a(tmp_path, trained(STEPS, CLOCK, windows))) == []
     since = [step - 6_250 * (step > 6_250) for step in STEPS]
-    resumed = paced(STEPS, [step * 43.5 for step in since], [43.5] * len(STEPS))
+    resumed = trained(STEPS, [step * 43.5 for step in since], [43.5] * len(STEPS))
     assert fails(public_a(tmp_path, resumed)) == []
 
 
-def test_what_explains_a_run_is_no_weights(tmp_path: Path) -> None:
+def test_large_files_of_no_known_purpose_are_named_and_what_explains_a_run_is_not(tmp_path: Path) -> None:
     names = ["train.log", "README.md", "submission.json", "sp1024.model", "requirements.txt", "log.txt"]
     folder = public_a(tmp_path, script=filled(f"NAMES = {names}\n"))
     for name in names[3:]:
         (folder / name).write_text(PLAIN_A if name == "log.txt" else "x")
     assert not [f.text for f in audit(Folder(folder)) if f.check == "A10"]
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(15_815_847, "of a model in a log"), (9_999_999, "named nowhere")]
-)
-def test_large_files_of_no_known_purpose_are_named(count: int, text: str, tmp_path: Path) -> None:
-    script = "open('final_model.ptz', 'wb')\n" if count == 15_815_847 else ""
-    folder = public_a(tmp_path, script=filled(script))
-    (folder / "final_model.ptz").write_bytes(bytes(count))
-    (found,) = [f for f in audit(Folder(folder)) if f.check in ("A9", "A10")]
-    assert found.level(Mode.STRICT) is Level.WARN and text in found.text
+    writes = "open('final_model.ptz', 'wb')\n"
+    for count, script, text in (
+        (15_815_847, writes, "of a model in a log"), (9_999_999, "", "named nowhere")
+    ):  # fmt: skip
+        folder = public_a(tmp_path, script=filled(script))
+        (folder / "final_model.ptz").write_bytes(bytes(count))
+        (found,) = [f for f in audit(Folder(folder)) if f.check in ("A9", "A10")]
+        assert found.level(Mode.STRICT) is Level.WARN and text in found.text
 
 
 @pytest.mark.parametrize(
@@ -631,7 +600,7 @@ def of_a_seed(seed: int, losses: list[float], clock: list[float]) -> dict[str, s
     """A log with these losses and milliseconds, every 50 steps."""
     steps = [50 * (number + 1) for number in range(len(losses))]
     averages = [time / step for step, time in zip(steps, clock, strict=True)]
-    text = trained(steps, losses, clock, averages)
+    text = trained(steps, clock, averages, *losses)
     return {f"train_seed{seed}.log": text.replace("seed:1337", f"seed:{seed}")}
 
 
@@ -646,14 +615,14 @@ def drawn(seed: int) -> tuple[list[float], list[float]]:
 def test_one_run_under_two_seeds(moved: float, tmp_path: Path) -> None:
     (losses, clock), (other_losses, other_clock) = drawn(1), drawn(2)
     two = of_a_seed(1, losses, clock) | of_a_seed(2, other_losses, other_clock)
-    assert fails(public(tmp_path, two, CODE, **A_SCORE)) == []
+    assert fails(public_folder(tmp_path, two, CODE, **A_SCORE)) == []
     copied = {
         "training losses": ([loss + moved for loss in losses], other_clock),
         "clock": (other_losses, [time + 1e3 * moved for time in clock]),
     }
     for what, second in copied.items():
         logs = of_a_seed(1, losses, clock) | of_a_seed(2, *second)
-        (found,) = [f for f in fails(public(tmp_path, logs, CODE, **A_SCORE)) if f.check == "A5"]
+        (found,) = [f for f in fails(public_folder(tmp_path, logs, CODE, **A_SCORE)) if f.check == "A5"]
         assert f"the {what} of train_seed2.log" in found.text
 
 
@@ -680,15 +649,14 @@ def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_
     assert fails(public_a(tmp_path, hardware="8xH100 80GB SXM")) == []
 
 
-def test_a_failing_folder_is_alone(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_folder_is_alone(packed: Path, tmp_path: Path, tool: Tool) -> None:
     broken = public_a(tmp_path)
     (broken / "submission.json").write_text("[" * 100_000)
-    assert main(["check", str(tmp_path / "absent"), str(broken), str(packed)]) == 1
-    shown = capsys.readouterr()
-    assert "absent is not a folder" in shown.err
-    assert "nested too deeply" in shown.out and "0 FAIL, 1 WARN" not in shown.out.split(str(packed))[0]
-    assert "0 FAIL" in shown.out.split(str(packed))[1]
-    assert main(["check", str(tmp_path / "absent"), str(packed)]) == 2
+    absent = tmp_path / "absent"
+    of_broken, of_packed = tool("check", absent, broken, packed, status=1).split(str(packed))
+    assert "absent is not a folder" in of_packed  # errors come last
+    assert "nested too deeply" in of_broken and "0 FAIL" not in of_broken and "0 FAIL" in of_packed
+    tool("check", absent, packed, status=2)
 
 
 def test_a_check_that_ends_in_an_error_is_a_finding(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -726,13 +694,11 @@ def test_a_log_without_an_end_is_read_in_part(tmp_path: Path) -> None:
     assert any("`train.log` was not read to its end" in f.text for f in found) and peak < 150e6
 
 
-def test_a_report_is_json_or_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_json_or_steers_no_terminal(tmp_path: Path, tool: Tool) -> None:
     folder = public_a(tmp_path, date="\x1b[2J\ud800\n  0 FAIL", val_bpb=1.2152)
-    main(["check", str(folder)])
-    shown = capsys.readouterr().out
+    shown = tool("check", folder, status=1)
     assert "\x1b" not in shown and "\\x1b[2J\\ud800\\n" in shown
-    assert main(["check", "--json", str(folder)]) == 1
-    findings = json.loads(capsys.readouterr().out)[str(folder)]
+    findings = json.loads(tool("check", "--json", folder, status=1))[str(folder)]
     assert {"check", "level", "text", "where", "remedy"} == set(findings[0])
 
 

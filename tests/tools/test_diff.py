@@ -1,14 +1,14 @@
 """Welch tests against published values; settings, code and curves; the page in a real browser."""
 
+import functools
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.runs import SOURCE, STEPS, make_run, make_runs, pack
-from tools.__main__ import main
+from tests.tools.conftest import Tool
 from tools.compare import svg
 from tools.compare.settings import changed_settings
 from tools.runs.folder import Folder
@@ -47,9 +47,7 @@ def test_published_p_values_and_margins() -> None:
     ]
 
 
-def test_what_others_wrote_reaches_nothing_outside_and_does_not_steer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_others_wrote_reaches_nothing_outside_and_does_not_steer(tmp_path: Path, tool: Tool) -> None:
     secret = tmp_path / "credentials"
     secret.write_text("KEY=secret\n")
     runs = [make_run(tmp_path / name, 1) for name in ("a$b", "c$d")]
@@ -62,14 +60,11 @@ def test_what_others_wrote_reaches_nothing_outside_and_does_not_steer(
     (runs[0] / "summary.json").write_text(json.dumps({**summary, "phases": {"train": "long", "eval": [1]}}))
     page = tmp_path / "page.html"
     for new in (runs[1], packed):
-        assert main(["diff", str(runs[0]), str(new)]) == 0
-        assert main(["diff", str(runs[0]), str(new), "--html", str(page)]) == 0
-        shown = capsys.readouterr().out
+        shown = tool("diff", runs[0], new) + tool("diff", runs[0], new, "--html", page)
         assert "secret" not in shown + page.read_text() and "\x1b" not in shown
     assert "\\x1b[2J0.5" in shown or "MATRIX_LR" not in shown
-    assert main(["plot", *map(str, runs), "--out", str(tmp_path / "plot.png")]) == 0
-    assert main(["runs", *map(str, runs)]) == 0
-    assert "secret" not in capsys.readouterr().out
+    shown = tool("plot", *runs, "--out", tmp_path / "plot.png") + tool("runs", *runs)
+    assert "secret" not in shown
 
 
 @pytest.fixture
@@ -81,18 +76,12 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def told(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def told(two: tuple[Path, Path], tool: Tool) -> Tool:
     """What the command prints of both."""
-
-    def text(*options: str) -> str:
-        capsys.readouterr()
-        assert main(["diff", *map(str, two), *options]) == 0
-        return capsys.readouterr().out
-
-    return text
+    return functools.partial(tool, "diff", *two)
 
 
-def test_text_and_json_name_what_differs(told: Callable[..., str]) -> None:
+def test_text_and_json_name_what_differs(told: Tool) -> None:
     text = told()
     assert re.search(r"MATRIX_LR +0\.02 +0\.03", text)
     assert "+LEARNING_RATE = 0.03" in text and "code: +1 -1 lines" in text
@@ -103,7 +92,7 @@ def test_text_and_json_name_what_differs(told: Callable[..., str]) -> None:
     assert value["comparison"]["gain_bpb"] > 0 and value["code"]["lines_added"] == 1
 
 
-def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: Callable[..., str]) -> None:
+def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: Tool) -> None:
     """A run that learns at test time against one that does not."""
     alike = told("--no-code")
     assert "Score: legal_ttt." in alike and "two kinds" not in alike
@@ -117,7 +106,7 @@ def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: 
     assert re.search(r"^val_bpb, test-time training .* – +–$", unlike, re.MULTILINE)
 
 
-def test_other_texts_and_steps_of_the_whole_run(two: tuple[Path, Path], told: Callable[..., str]) -> None:
+def test_other_texts_and_steps_of_the_whole_run(two: tuple[Path, Path], told: Tool) -> None:
     log = two[1] / "log.txt"
     half = re.sub(r"val_bytes:(\d+)", lambda found: f"val_bytes:{int(found[1]) // 2}", log.read_text())
     log.write_text(half)
@@ -132,7 +121,7 @@ def test_other_texts_and_steps_of_the_whole_run(two: tuple[Path, Path], told: Ca
     assert re.search(r"^steps .* \+0\.0$", told("--no-code"), re.MULTILINE)
 
 
-def test_unlike_conditions_are_named(two: tuple[Path, Path], told: Callable[..., str]) -> None:
+def test_unlike_conditions_are_named(two: tuple[Path, Path], told: Tool) -> None:
     assert "unlike conditions" not in told("--no-code")
     log = two[1] / "log.txt"
     text = log.read_text()
@@ -146,15 +135,15 @@ def test_unlike_conditions_are_named(two: tuple[Path, Path], told: Callable[...,
     assert "device" not in line and json.loads(told("--json"))["unlike_conditions"] == line
 
 
-def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Path, told: Tool) -> None:
     page = tmp_path / "diff.html"
-    assert main(["diff", "--html", str(page), *map(str, two)]) == 0
+    told("--html", page)
     html = page.read_text()
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\((?!#)|<script", html)
     assert "&lt;b&gt;&amp;" in html and "<b>&" not in html
     assert html.count("<svg") == 7
     base, new = two
-    assert main(["diff", str(base), str(new), "--html"]) == 0  # without a name, into the new run
+    told("--html")  # without a name, into the new run
     assert "<svg" in (new / f"diff_{base.name}.html").read_text()
 
 
@@ -172,39 +161,36 @@ def test_chart_keeps_its_points_inside_and_its_ticks_round() -> None:
     assert svg.chart("Nothing", "x", "y", []) == ""
 
 
-def first_line(capsys: pytest.CaptureFixture[str], base: Path, new: Path) -> str:
-    assert main(["diff", str(base), str(new), "--no-code"]) == 0
-    return capsys.readouterr().out.splitlines()[0]
+def test_the_comparison_opens_with_one_sentence(tmp_path: Path, tool: Tool) -> None:
+    def first_line(base: Path, new: Path) -> str:
+        return tool("diff", base, new, "--no-code").splitlines()[0]
 
-
-def test_the_comparison_opens_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = tmp_path / "records"
     base = pack(records, make_runs(tmp_path / "base", 1, 2, 3), name="Base")
     changed = SOURCE.replace("LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03")
     runs = make_runs(tmp_path / "new", 4, 5, 6, source=changed, config={"MATRIX_LR": "0.03"}, gain=0.05)
     new = pack(records, runs, name="New")
     alike = pack(records, make_runs(tmp_path / "alike", 8, 9, 10), name="Alike")
-    capsys.readouterr()
-    better = first_line(capsys, base, new)
+    better = first_line(base, new)
     assert re.match(r"\S+_New is better than \S+_Base by 0\.0\d+ bits per byte\. That is significant", better)
     assert better.endswith("They differ in 1 setting and the code (+1 -1 lines).")
-    worse = first_line(capsys, new, base)
+    worse = first_line(new, base)
     assert "_Base is worse than" in worse and "That is significant" in worse
-    assert "Settings and code are equal." in first_line(capsys, base, alike)
-    assert "not significant" in first_line(capsys, base, alike)
+    equal = first_line(base, alike)
+    assert "Settings and code are equal." in equal and "not significant" in equal
     single = make_run(tmp_path / "single", 11)
-    assert "That cannot be tested (seeds: 1 against 3)" in first_line(capsys, base, single)
+    assert "That cannot be tested (seeds: 1 against 3)" in first_line(base, single)
 
 
 @pytest.mark.parametrize("verb", ["diff", "plot"])
 def test_a_folder_that_is_no_run_and_no_record_is_refused_without_a_walk(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool
 ) -> None:
     inner = make_run(tmp_path / "inner", 1)  # a run below does not make the folder one
     (tmp_path / "notes.txt").write_text("text\n")
     monkeypatch.setattr(Folder, "files", lambda folder: pytest.fail(f"{folder.path} is walked"))
-    assert main([verb, str(tmp_path), *([str(inner)] if verb == "diff" else [])]) == 2
-    assert "is no run and no record" in capsys.readouterr().err
+    more = [inner] if verb == "diff" else []
+    assert "is no run and no record" in tool(verb, tmp_path, *more, status=2)
 
 
 PUBLIC_LOG = """Hyperparameters:
@@ -234,11 +220,10 @@ def public_folder(folder: Path, gain: float, ttt_lora_lr: str) -> Path:
     return folder
 
 
-def test_stages_of_public_logs_and_pairs_of_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_of_public_logs_and_pairs_of_seeds(tmp_path: Path, tool: Tool) -> None:
     base = public_folder(tmp_path / "base", 0.0, "0.0001")
     new = public_folder(tmp_path / "new", 0.003, "0.00008")
-    assert main(["diff", str(base), str(new)]) == 0
-    text = capsys.readouterr().out
+    text = tool("diff", base, new)
     assert re.search(r"^val_bpb, before quantization .* -0\.003000  –$", text, re.MULTILINE)
     assert re.search(r"^val_bpb, quantized .* -0\.003000  \+0\.000000$", text, re.MULTILINE)
     assert re.search(r"^val_bpb, test-time training .* -0\.002000  \+0\.001000$", text, re.MULTILINE)
@@ -250,7 +235,7 @@ def test_stages_of_public_logs_and_pairs_of_seeds(tmp_path: Path, capsys: pytest
     assert re.search(r"one-sided Welch, no margin: p = 0\.[12]", text)
 
 
-def test_a_run_under_way_against_a_public_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_under_way_against_a_public_log(tmp_path: Path, tool: Tool) -> None:
     """It shows the steps that it made, and public names are ours before settings are compared."""
     config = {name: str(value) for name, value in Config().as_env().items()}
     run = make_run(tmp_path / "runs", 1, config={**config, "LEAKY_SLOPE": "0.3", "MODEL_DIM": "256"})
@@ -259,8 +244,7 @@ def test_a_run_under_way_against_a_public_log(tmp_path: Path, capsys: pytest.Cap
     (run / "log.txt").write_text("".join(lines[: until + 1]))
     (run / "summary.json").unlink()
     log = public_folder(tmp_path / "public", 0.0, "0.0001") / "train_seed42.log"
-    assert main(["diff", str(run), str(log), "--no-code"]) == 0
-    text = capsys.readouterr().out
+    text = tool("diff", run, log, "--no-code")
     assert "cannot be compared" in text and "At step 20 its training loss is 3.2000" in text
     assert re.search(r"^steps +20\.0 \(n=1\) +4,900", text, re.MULTILINE)
     assert re.search(r"^MODEL_DIM +256 +512$", text, re.MULTILINE)

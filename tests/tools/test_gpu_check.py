@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 
 from benchmarks import gpu_check
 from tests.support import tiny
+from tests.support.processes import Lab
 from train_gpt import BOS_ID, Config
 
 CARD = "NVIDIA H100 80GB HBM3"
@@ -146,7 +145,6 @@ def test_evaluation_is_projected_from_passes_by_their_tokens(monkeypatch: pytest
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_writes_nothing(repo: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu_check.py", "--out", str(tmp_path / "check")]
-    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, env={**os.environ})
-    assert done.returncode == 2 and "no GPU" in done.stderr and not (tmp_path / "check").exists()
+def test_without_a_gpu_it_says_so_and_writes_nothing(lab: Lab, repo: Path) -> None:
+    done = lab.run("--out", str(lab.folder / "check"), script=repo / "benchmarks/gpu_check.py")
+    assert done.status == 2 and "no GPU" in done.err and not (lab.folder / "check").exists()

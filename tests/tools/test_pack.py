@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import lzma
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,19 +18,26 @@ from data.files import sha256_file
 from tests.support import case
 from tests.support.processes import Lab, results
 from tests.support.runs import CONFIG, SOURCE, TEXT_BYTES, make_run, make_runs, pack, wrap
+from tests.tools.conftest import Tool
 from tools.__main__ import main
 from tools.check.checks import audit
+from tools.check.packed import check_config
 from tools.pack import readme
 from tools.runs.folder import Folder
 from tools.runs.source import read_script, same_program
 
 
-def refusal(capsys: pytest.CaptureFixture[str], records: Path, runs: list[Path], *options: str) -> str:
-    """The message of a refused pack; nothing may be left behind."""
-    arguments = ["pack", *map(str, runs), "--name", "Refused", "--records", str(records), *options]
-    assert main(arguments) == 2
-    assert not [path for path in records.rglob("*") if path.is_file()]
-    return capsys.readouterr().err
+@pytest.fixture
+def refusal(tmp_path: Path, tool: Tool) -> Tool:
+    """Packs runs, which must be refused; the message. Nothing may be left behind."""
+    records = tmp_path / "refused"
+
+    def refused(*arguments: object) -> str:
+        told = tool("pack", *arguments, "--name", "Refused", "--records", records, status=2)
+        assert not [path for path in records.rglob("*") if path.is_file()]
+        return told
+
+    return refused
 
 
 def test_every_number_is_from_the_logs(tmp_path: Path) -> None:
@@ -48,6 +56,15 @@ def test_every_number_is_from_the_logs(tmp_path: Path) -> None:
     page = (folder.path / "README.md").read_text()
     assert f"{submission['val_bpb']:.8f}" in page and "SEED=1337 python train_gpt.py" in page
     assert "| legal_ttt s |" in page and "the clock of training stands still" in page
+    # Each seed has its stages, and reviewers their means.
+    stages = submission["seed_results"]["42"]["stages"]
+    assert list(stages) == ["quantized", "sliding window", "test-time training"]
+    gain = stages["sliding window"] - stages["test-time training"]
+    assert submission["ttt_gain_bpb"] == pytest.approx(gain, abs=1e-6)
+    assert submission["pre_ttt_val_bpb"] - submission["val_bpb"] == pytest.approx(gain, abs=1e-6)
+    assert submission["pre_quant_val_bpb"] is None
+    (row,) = re.findall(rf"^\| 42 \| {stages['quantized']:.6f}.*$", page, re.MULTILINE)
+    assert row.endswith(f"{-gain:+.6f} |")
 
 
 def requirements(tmp_path: Path, versions: dict[str, str | None], attention: str = "sdpa") -> list[str]:
@@ -84,7 +101,7 @@ def run_on(folder: Path, environment: dict[str, str], **data: int) -> Path:
     return make_run(folder / "a", 1, config=paths, summary_changes=changes)
 
 
-def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, refusal: Tool) -> None:
     environment = case.make_dataset(tmp_path, "caseops")
     noted = Path(environment["DATA_PATH"]) / "manifest.json"
     manifest = json.loads(noted.read_text())
@@ -107,7 +124,7 @@ def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, capsys: pytest.
     found = [finding.text for finding in audit(Folder(folder))]
     assert "`caseops.model` is not the tokenizer of seed 1: its sha256 differs" in found
     Path(environment["TOKENIZER_PATH"]).unlink()
-    assert "a record on CaseOps data holds its tokenizer" in refusal(capsys, tmp_path / "again", [run])
+    assert "a record on CaseOps data holds its tokenizer" in refusal(run)
 
 
 PUBLISHED = {"source": "romeerp/parameter-golf-caseops-v1", "revision": "abc", "train_shards": 80,
@@ -125,7 +142,7 @@ def test_the_command_that_gets_the_data() -> None:
         assert readme.fetch_command(data) == command
 
 
-def test_more_files_join_the_record_replace_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_files_join_the_record_replace_none(tmp_path: Path, refusal: Tool) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     maker = tmp_path / "prepare_data.py"
     maker.write_text("print('tokens')\n")
@@ -134,20 +151,16 @@ def test_more_files_join_the_record_replace_none(tmp_path: Path, capsys: pytest.
     assert "prepare_data.py" in Folder(folder).submission["files"]
     for name in ("train_gpt.py", "README.md"):
         (tmp_path / name).write_text("other\n")
-        message = refusal(capsys, tmp_path / "again", [run], "--with", str(tmp_path / name))
-        assert f"the record has a {name} of its own" in message
-    missing = str(tmp_path / "nothing.py")
-    assert "no such file" in refusal(capsys, tmp_path / "again", [run], "--with", missing)
+        assert f"the record has a {name} of its own" in refusal(run, "--with", tmp_path / name)
+    assert "no such file" in refusal(run, "--with", tmp_path / "nothing.py")
 
 
-def test_a_record_of_the_challenge_has_an_author(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_of_the_challenge_has_an_author(tmp_path: Path, refusal: Tool, tool: Tool) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config=TEN_MINUTES, summary_changes=H100S)
-    message = refusal(capsys, tmp_path / "records", [run], "--author", "A")
-    assert "needs --github-id --blurb" in message and not list(tmp_path.glob("records/track_*/*"))
+    assert "needs --github-id --blurb" in refusal(run, "--author", "A")
     other = make_run(tmp_path / "runs" / "b", 1)
-    place = ["--records", str(tmp_path / "records"), "--name", "Own"]
-    assert main(["pack", str(other), "--author", "A", *place]) == 0
-    assert "note: --github-id, --blurb not given" in capsys.readouterr().out
+    told = tool("pack", other, "--author", "A", "--records", tmp_path / "records", "--name", "Own")
+    assert "note: --github-id, --blurb not given" in told
 
 
 def test_baseline_gives_diff_and_comparison(tmp_path: Path) -> None:
@@ -175,8 +188,14 @@ def test_a_run_to_its_step_limit_has_all_its_steps_whatever_line_is_the_last(tmp
     assert result["train_time_s"] == 300.5 and result["step_avg_ms"] == 751.25
 
 
-def test_wrapped_script_is_the_same_program_with_the_source_beside_it(tmp_path: Path) -> None:
+def test_wrapped_script_is_the_same_program_with_the_source_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
+    told, _, command = capsys.readouterr().out.splitlines()[-1].partition(": python -m tools prove ")
+    source, option, config = command.split()
+    assert told == "not proved legal by experiment yet" and option == "--config"
+    assert (Path(source), Path(config)) == (folder / "train_gpt_readable.py", folder / "config.env")
     shipped = read_script(folder / "train_gpt.py")
     assert shipped.wrapped and shipped.raw == wrap(SOURCE) and same_program(shipped.text, SOURCE)
     assert (folder / "train_gpt_readable.py").read_text() == SOURCE
@@ -185,7 +204,9 @@ def test_wrapped_script_is_the_same_program_with_the_source_beside_it(tmp_path: 
     assert Folder(folder).submission["bytes_code"] == shipped.bytes < len(SOURCE)
 
 
-def test_records_that_share_scripts_keep_one_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_that_share_scripts_keep_one_copy(
+    tmp_path: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
     records = tmp_path / "records"
     (records / "scripts").mkdir(parents=True)
     folders = []
@@ -203,26 +224,26 @@ def test_records_that_share_scripts_keep_one_copy(tmp_path: Path, capsys: pytest
     assert (alone / "train_gpt_readable.py").read_text() == SOURCE
     shared.write_text("another script")
     (run,) = make_runs(tmp_path / "late", 1)
-    assert main(["pack", str(run), "--name", "Late", "--records", str(records), "--wrap"]) == 2
-    assert "is another script: --with-source" in capsys.readouterr().err
+    told = tool("pack", run, "--name", "Late", "--records", records, "--wrap", status=2)
+    assert "is another script: --with-source" in told
     assert shared.read_text() == "another script" and not list(records.rglob("*_Late"))
 
 
-def test_the_form_that_the_run_counted_is_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_form_that_the_run_counted_is_shipped(tmp_path: Path, refusal: Tool) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     shipped = run / "train_gpt.shipped.py"
     shipped.write_bytes(wrap(SOURCE))
     assert (pack(tmp_path / "records", [run]) / "train_gpt.py").read_bytes() == wrap(SOURCE)
     shipped.write_bytes(wrap(SOURCE.replace("0.02", "0.03")))
-    assert "is not the program in train_gpt.py" in refusal(capsys, tmp_path / "again", [run])
+    assert "is not the program in train_gpt.py" in refusal(run)
     newer = lzma.compress(b"type of another = Python\n")  # no Python reads it, as 3.10 not all of 3.12
     wrapper = f"import lzma,base64;exec(lzma.decompress(base64.b85decode({base64.b85encode(newer)!r})))"
     shipped.write_text(wrapper)
-    message = refusal(capsys, tmp_path / "again", [run])
+    message = refusal(run)
     assert "is no program for Python" in message and "(3.11.7)" in message
 
 
-def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, refusal: Tool) -> None:
     changes: dict[str, dict[str, Any]] = {
         "did not finish": {"exit": "signal"},
         "marked not comparable": {"comparable": False},
@@ -233,7 +254,7 @@ def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, capsys: pytest.Capture
     }
     for number, (message, change) in enumerate(changes.items()):
         run = make_run(tmp_path / "runs" / str(number), 42, summary_changes=change)
-        assert message in refusal(capsys, tmp_path / "records", [run])
+        assert message in refusal(run)
     runs = [
         make_run(tmp_path / "runs" / "a", 1),
         make_run(tmp_path / "runs" / "b", 1, source=SOURCE + "\n"),
@@ -242,37 +263,36 @@ def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, capsys: pytest.Capture
         make_run(tmp_path / "runs" / "under way", 4),
     ]
     (runs[-1] / "summary.json").unlink()
-    message = refusal(capsys, tmp_path / "records", runs)
+    message = refusal(*runs)
     assert "scored an artifact" in message and "under way" in message and message.count("MATRIX_LR") == 1
     assert "seed 1 comes more than once" in message
     assert "ran other code" in message
     assert "MATRIX_LR is 0.02" in message and "0.03 in" in message
 
 
-def test_the_submission_and_the_excess_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_submission_and_the_excess_are_told(tmp_path: Path, refusal: Tool, tool: Tool) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config={"ARTIFACT_BYTES_MAX": "301000"})
     excess = 300_000 + len(SOURCE.encode()) - 301_000
-    message = refusal(capsys, tmp_path / "records", [run], "--track", "track_demo")
-    assert f"{excess:,} over the cap of 301,000" in message
-    runs = make_runs(tmp_path / "runs", 1)
-    folder = pack(tmp_path / "records", runs, "--json")
+    assert f"{excess:,} over the cap of 301,000" in refusal(run, "--track", "track_demo")
+    (run,) = make_runs(tmp_path / "runs", 1)
+    command = ["pack", run, "--records", tmp_path / "records", "--name", "Test", "--date", "2026-05-01"]
+    told = json.loads(tool(*command, "--track", "track_demo", "--author", "A", "--json"))
+    folder = Path(told.pop("folder"))
     before = (folder / "submission.json").read_bytes()
-    assert json.loads(capsys.readouterr().out) == {"folder": str(folder), **json.loads(before)}
-    arguments = ["--name", "Test", "--date", "2026-05-01", "--track", "track_demo"]
-    assert main(["pack", str(runs[0]), "--records", str(tmp_path / "records"), *arguments]) == 2
-    assert "never overwritten" in capsys.readouterr().err
+    assert told == json.loads(before)
+    assert "never overwritten" in tool(*command, "--track", "track_demo", status=2)
     assert (folder / "submission.json").read_bytes() == before
 
 
-def test_a_track_cannot_leave_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "records").mkdir()
+def test_a_track_cannot_leave_the_records(tmp_path: Path, refusal: Tool) -> None:
+    (tmp_path / "refused").mkdir()
     (tmp_path / "outside").mkdir()
-    (tmp_path / "records" / "track_link").symlink_to(tmp_path / "outside")
+    (tmp_path / "refused" / "track_link").symlink_to(tmp_path / "outside")
     run = make_run(tmp_path / "runs" / "a", 1)
     before = sorted(tmp_path.rglob("*"))
     for track in ("../outside", "/tmp/outside", "track_a/../../x", "..", "track_", "demo", ""):
-        assert "--track" in refusal(capsys, tmp_path / "records", [run], "--track", track)
-    assert "leaves" in refusal(capsys, tmp_path / "records", [run], "--track", "track_link")
+        assert "--track" in refusal(run, "--track", track)
+    assert "leaves" in refusal(run, "--track", "track_link")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -300,44 +320,18 @@ def test_the_track_is_that_of_the_runs_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("config", "summary", "reasons"), [
     ({}, {"phases": {"train": 600.0, "eval_roundtrip": 41.0, "eval_legal_ttt": 601.0}}, ["for 601.00 s"]),
     ({}, {"train_seconds": 601.5}, ["it trained for 601.50 s", "track_8xh100_10min_16mb"]),
-    # A demo, and the same name on boards with less memory bandwidth or power.
+    # A demo, and the same name on a board with less memory bandwidth and power.
     ({"MAX_WALLCLOCK_SECONDS": "60.0"}, {"hardware": {"gpus": [], "cores": 2, "world_size": 1}},
      ["it ran on x86_64 CPU, 2 cores, not on 8 x H100", "track_cpu_60s"]),
     ({}, {"hardware": {"gpus": ["NVIDIA H100 PCIe"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
-    ({}, {"hardware": {"gpus": ["NVIDIA H100 NVL"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
-    ({}, {"hardware": {"gpus": ["NVIDIA H200"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
 ])  # fmt: skip
 def test_what_is_no_record_whatever_its_own_limits(
-    config: dict, summary: dict, reasons: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: dict, summary: dict, reasons: list[str], tmp_path: Path, refusal: Tool
 ) -> None:
     settings = {**TEN_MINUTES, "MAX_EVAL_SECONDS": "4800", **config}
     run = make_run(tmp_path / "runs" / "a", 1, config=settings, summary_changes={**H100S, **summary})
-    message = refusal(capsys, tmp_path / "records", [run], "--track", "track_10min_16mb")
+    message = refusal(run, "--track", "track_10min_16mb")
     assert all(reason in message for reason in reasons), message
-
-
-def test_what_nobody_has_proved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("not proved legal by experiment yet: ")
-    command = last.partition(": ")[2].split()
-    assert command[:4] == ["python", "-m", "tools", "prove"]
-    assert command[4:] == [str(folder / "train_gpt_readable.py"), "--config", str(folder / "config.env")]
-    assert all(Path(name).is_file() for name in command[4::2])
-
-
-def test_each_seed_has_its_stages_and_reviewers_their_means(tmp_path: Path) -> None:
-    folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1, 2, 3))
-    submission = json.loads((folder / "submission.json").read_text("utf-8"))
-    stages = submission["seed_results"]["2"]["stages"]
-    assert list(stages) == ["quantized", "sliding window", "test-time training"]
-    gain = stages["sliding window"] - stages["test-time training"]
-    assert submission["ttt_gain_bpb"] == pytest.approx(gain, abs=1e-6)
-    assert submission["pre_ttt_val_bpb"] - submission["val_bpb"] == pytest.approx(gain, abs=1e-6)
-    assert submission["pre_quant_val_bpb"] is None
-    lines = (folder / "README.md").read_text("utf-8").splitlines()
-    row = next(line for line in lines if line.startswith(f"| 2 | {stages['quantized']:.6f}"))
-    assert row.endswith(f"{-gain:+.6f} |")
 
 
 def test_the_packed_script_alone_is_the_record(lab: Lab) -> None:
@@ -362,7 +356,7 @@ def test_the_packed_script_alone_is_the_record(lab: Lab) -> None:
     changed = (other.directory / "train_gpt.shipped.py").read_bytes()
     assert changed == shipped.read_bytes().replace(b"'ITERATIONS': '6'", b"'ITERATIONS': '1'")
     shipped.write_bytes(changed)
-    assert any("train_gpt.py starts with {" in finding.text for finding in audit(Folder(folder)))
+    assert any("train_gpt.py starts with {" in finding.text for finding in check_config(Folder(folder)))
 
 
 HUB = """
@@ -395,19 +389,19 @@ def test_the_data_command_needs_nothing_of_ours(tmp_path: Path) -> None:
 
 
 def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refusal: Tool
 ) -> None:
     config = {"NUM_LOOPS": "2", "LOOP_START": "3", "LOOP_END": "5", "MUON_WD": "0.5"}
     config |= {"EMBED_WD": "0.085", "ADAM_WD": "0.02"}
-    runs = [make_run(tmp_path / "runs" / "a", 1, config=config)]
-    report = {"sha256": sha256_file(runs[0] / "train_gpt.py"), "verdict": "proven", "findings": [
+    run = make_run(tmp_path / "runs" / "a", 1, config=config)
+    report = {"sha256": sha256_file(run / "train_gpt.py"), "verdict": "proven", "findings": [
         {"check": "B5", "level": "INFO"}, {"check": "B15", "level": "WARN"}]}  # fmt: skip
     proof = tmp_path / "proof.json"
     proof.write_text(json.dumps({**report, "sha256": "0" * 64}))
-    assert "the proof is of a script" in refusal(capsys, tmp_path / "other", runs, "--proof", str(proof))
+    assert "the proof is of a script" in refusal(run, "--proof", proof)
     proof.write_text(json.dumps(report))
     other = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, source="x = 1\n" * 9), name="Base")
-    folder = pack(tmp_path / "records", runs, "--proof", str(proof), "--baseline", str(other))
+    folder = pack(tmp_path / "records", [run], "--proof", str(proof), "--baseline", str(other))
     submission = Folder(folder).submission
     assert submission["proof"] == {"verdict": "proven", "score_first": "proven", "no_network": "not proven"}
     assert submission["technique_summary"] == "layers 3 to 5 run 2 more times"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import make_run, make_runs, pack
+from tests.tools.conftest import Tool
 from tools.__main__ import main
 from tools.compare import plot
 from tools.compare.curves import Sample, shard_crossings, smoothed, step_times, train_loss, validation_bpb
@@ -44,19 +45,16 @@ def test_causes_of_slow_steps(tmp_path: Path) -> None:
     assert [shard_crossings(step, step + 50, 524_288) for step in (100, 150, 200, 350)] == [0, 1, 0, 1]
 
 
-def test_figure_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figure_is_written(tmp_path: Path, tool: Tool) -> None:
     run = make_run(tmp_path / "a", 1, slow_step=300)
-    assert main(["plot", str(run), "--out", str(tmp_path / "plot.svg"), "--json"]) == 0
+    told = json.loads(tool("plot", run, "--out", tmp_path / "plot.svg", "--json"))
     assert (tmp_path / "plot.svg").read_bytes().startswith(b"<?xml")
-    assert json.loads(capsys.readouterr().out)["runs"][0]["slow"] == {"shard": 1}
-    assert main(["plot", str(run)]) == 0
-    assert (run / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["plot", str(run), "--out", str(tmp_path / "a.gif")]) == 2
-    assert ".png or .svg" in capsys.readouterr().err
+    assert told["runs"][0]["slow"] == {"shard": 1}
+    assert ".png or .svg" in tool("plot", run, "--out", tmp_path / "a.gif", status=2)
 
 
 def test_a_run_under_way_is_drawn_until_it_has_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool
 ) -> None:
     run = make_run(tmp_path / "a", 1)
     finished = {name: (run / name).read_text() for name in ("summary.json", "metrics.jsonl", "log.txt")}
@@ -78,9 +76,8 @@ def test_a_run_under_way_is_drawn_until_it_has_finished(
         results.append(plot.result_of(runs[0]))
 
     monkeypatch.setattr(plot, "draw", draw)
-    assert main(["plot", "--follow", str(run)]) == 0
+    assert "nothing to draw yet" in tool("plot", "--follow", run)
     assert results[0] == "no score; 60 steps" and "bits per byte" in results[1] and len(results) == 2
-    assert "nothing to draw yet" in capsys.readouterr().out
 
 
 def test_a_figure_goes_into_its_run_never_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,30 +96,31 @@ def test_a_figure_goes_into_its_run_never_a_record(tmp_path: Path, monkeypatch: 
     assert sorted(record.iterdir()) == files
 
 
-def test_board_sorts_and_goes_stale(repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_board_sorts_and_goes_stale(repo: Path, tmp_path: Path, tool: Tool) -> None:
     """Fails when a folder was added or changed without `python -m tools board`."""
-    assert main(["board", "--check", "--records", str(repo / "records")]) == 0
+    tool("board", "--check", "--records", repo / "records")
     records = tmp_path / "records"
     worse = pack(records, make_runs(tmp_path / "a", 1), name="Worse")
     better = pack(records, make_runs(tmp_path / "b", 1, gain=0.1), name="Better")
     (records / "README.md").write_text(f"before\n{board.BEGIN}\n{board.END}\nafter\n")
-    arguments = ["board", "--records", str(records)]
-    assert main([*arguments, "--check"]) == 1
-    assert main(arguments) == 0 and main([*arguments, "--check"]) == 0
+    arguments = ["board", "--records", records]
+    tool(*arguments, "--check", status=1)
+    tool(*arguments)
+    tool(*arguments, "--check")
     text = (records / "README.md").read_text()
     assert text.index(better.name) < text.index(worse.name)
     assert text.startswith("before\n") and text.endswith("after\n")
     submission = (better / "submission.json").read_text()
     (better / "submission.json").write_text(submission.replace('"author": "A"', '"author": "B"'))
-    assert main([*arguments, "--check"]) == 1
+    tool(*arguments, "--check", status=1)
     hostile = {"author": f"a\n{board.END}<b>|[x](javascript:y)", "val_bpb_std": "1", "bytes_total": "2"}
     (better / "submission.json").write_text(json.dumps({**json.loads(submission), **hostile}))
     for _ in range(2):  # the marks stand as they were
-        assert main(arguments) == 0
+        tool(*arguments)
     text = (records / "README.md").read_text()
     assert text.count(board.END) == 1 and "<b>" not in text and "](javascript" not in text
     (records / "README.md").write_text("nothing\n")
-    assert main(arguments) == 2 and "lacks the marks" in capsys.readouterr().err
+    assert "lacks the marks" in tool(*arguments, status=2)
 
 
 def test_every_verb_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,8 +179,10 @@ class Recorder:
         return lambda *values, **named: self.given.append((name, *values, named))
 
 
-def test_steps_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool) -> None:
     run = make_run(tmp_path / "a", 1)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "pip install wandb" in tool("export", run, "--to", "wandb", status=2)
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"event": "final", "name": "legal_ttt_exact", "bits_per_byte": 1.5}\n{"event": "tr')
     board_writer, wandb_run = Recorder(), Recorder()
@@ -191,7 +191,7 @@ def test_steps_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board_package)
     monkeypatch.setitem(sys.modules, "wandb", wandb_package)
     for program in ("tensorboard", "wandb"):
-        assert main(["export", str(run), "--to", program]) == 0
+        tool("export", run, "--to", program)
     scalars = {(name, step): value for kind, name, value, step, _ in board_writer.given[:-2]}
     assert len([name for name, _ in scalars if name == "train/train_loss"]) == 20
     assert scalars["val/val_bpb", 200] > scalars["final/legal_ttt_exact/bits_per_byte", 400] == 1.5
@@ -202,11 +202,3 @@ def test_steps_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert settings["mode"] == "offline" and settings["config"]["MATRIX_LR"] == "0.02"
     logged = {named["step"]: values for _, values, named in wandb_run.given[1:-1]}
     assert list(logged) == sorted(logged) and logged[200].keys() >= {"train/train_loss", "val/val_loss"}
-
-
-def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main(["export", str(make_run(tmp_path / "a", 1)), "--to", "wandb"]) == 2
-    assert "pip install wandb" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import pytest
 import train_gpt
 from data import shards
 from tests.support.processes import Lab
-from tests.tools.conftest import SHIPPED_CODE
+from tests.tools.conftest import SHIPPED_CODE, Tool
 from tools.__main__ import main
 from tools.check.findings import Finding, Level, Mode
 from tools.prove import (
@@ -37,6 +37,7 @@ from tools.prove import (
 )
 from tools.prove.mutants import sleeping, survivors, trial
 from tools.prove.mutants.legal import LEGAL_OF_DOCUMENTS
+from tools.runs.derive import noted_bytes
 
 SCRIPT = Path(train_gpt.__file__)
 # A few for each probe, the quick ones; `prove --self-test` tries all of them.
@@ -99,7 +100,8 @@ def test_there_are_mutants_of_every_kind_and_for_every_order_of_labels() -> None
     compile(sleeping.with_all(SCRIPT.read_text()), "", "exec")
 
 
-def killed(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", QUICK)
+def test_a_mutant_is_killed_by_its_probe(name: str, folder: Path) -> None:
     killer = mutants.kill(SCRIPT, name, folder)
     assert killer is not None, f"{name} survived"
     assert killer.check == mutants.MUTANTS[name].probe
@@ -107,17 +109,12 @@ def killed(name: str, folder: Path) -> None:
         assert any(character.isdigit() for character in killer.text), "a refutation names target and size"
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_mutant_is_killed_by_its_probe(name: str, folder: Path) -> None:
-    killed(name, folder)
-
-
 WHOLE = pytest.param((), marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
 
 
 @pytest.mark.parametrize("options", [("--only", "B11"), WHOLE])
-def test_every_mutant_is_killed_and_no_legal_change_is(options: tuple[str, ...]) -> None:
-    assert main(["prove", str(SCRIPT), "--self-test", *options]) == 0
+def test_every_mutant_is_killed_and_no_legal_change_is(options: tuple[str, ...], tool: Tool) -> None:
+    tool("prove", SCRIPT, "--self-test", *options)
 
 
 def test_the_mould_of_the_mutants_and_our_scorer_of_documents_are_legal(short: None) -> None:
@@ -131,17 +128,18 @@ def test_the_mould_of_the_mutants_and_our_scorer_of_documents_are_legal(short: N
     assert asked_of == {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"}
 
 
-def test_a_flip_does_not_see_all(subject: probes.Subject) -> None:
-    script = mutants.mutated(SCRIPT, "one-token-past-the-chunk")
-    case = probes.make_subject(script).case()
+def test_a_flip_does_not_see_all() -> None:
+    def case_of(name: str, scorer: str = "") -> questions.Case:
+        return probes.make_subject(mutants.mutated(SCRIPT, name)).case(scorer)
+
+    case = case_of("one-token-past-the-chunk")
     assert not failures(list(questions.future(case, [32, 33])))
     assert failures(list(questions.kraft(case, [32], and_changes=False)))
-    case = probes.make_subject(mutants.mutated(SCRIPT, "learning-rate-picked-in-private")).case()
+    case = case_of("learning-rate-picked-in-private")
     assert not failures(list(questions.future(case, [142])))
     assert failures(list(questions.future(case, [], [64])))
-    ahead = probes.make_subject(mutants.mutated(SCRIPT, "attention-looks-ahead")).case()
-    assert failures(list(questions.future(ahead, [60])))
-    case = probes.make_subject(mutants.mutated(SCRIPT, "long-match-cache")).case("score_ttt")
+    assert failures(list(questions.future(case_of("attention-looks-ahead"), [60])))
+    case = case_of("long-match-cache", "score_ttt")
     repeats = questions.Case(case.ask, questions.repeating(case.tokens), 12, case.place)
     assert not failures(list(questions.kraft(case, [77])))
     assert failures(list(questions.kraft(repeats, [77])))
@@ -186,9 +184,8 @@ def test_no_false_alarm(seed: int, settings: dict[str, str]) -> None:
     assert not failures(list(prove.scoring(subject, thorough=True)))
 
 
-def test_our_evaluation_passes_at_the_edges(subject: probes.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    kraft = questions.kraft
-    monkeypatch.setattr(questions, "kraft", lambda case, targets: kraft(case, targets[::2]))  # half of them
+def test_our_evaluation_passes_at_the_edges() -> None:
+    subject = probes.make_subject(train_gpt, VOCAB_SIZE=tiny.FEW)
     findings = list(prove.scoring(subject, thorough=False))
     assert not failures(findings)
     assert {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"} == {finding.check for finding in findings}
@@ -219,26 +216,23 @@ def test_our_defaults_and_configs_are_shrunk_and_keep_their_features(repo: Path)
             train_gpt.Config.from_env(tiny.shrink(config, size)[0])
 
 
-def shrunk(**given: str) -> tuple[train_gpt.Config, train_gpt.Config]:
-    """These settings, and what becomes of them."""
-    before = train_gpt.Config.from_env(given)
-    return before, train_gpt.Config.from_env(tiny.shrink(before, tiny.FOR_SCORER)[0])
-
-
 def test_lengths_keep_their_order_when_they_are_shrunk() -> None:
     for stride, context in (("0", "0"), ("64", "64"), ("32", "128"), ("8", "32")):
         lengths = {"EVAL_STRIDE": stride, "EVAL_SEQ_LEN": context, "TRAIN_SEQ_LEN": "64"}
-        before, after = shrunk(**lengths, TTT_ENABLED="0", MODEL_DIM="256")
+        before = train_gpt.Config.from_env({**lengths, "TTT_ENABLED": "0", "MODEL_DIM": "256"})
+        after = train_gpt.Config.from_env(tiny.shrink(before, tiny.FOR_SCORER)[0])
         for smaller, larger in (("eval_stride", "eval_length"), ("train_seq_len", "eval_length")):
             was = np.sign(getattr(before, smaller) - getattr(before, larger))
             assert np.sign(getattr(after, smaller) - getattr(after, larger)) == was
         assert (after.eval_stride == 0) == (before.eval_stride == 0)
 
 
-def test_case_data_is_counted_by_a_sidecar_and_who_audits_it_is_told(
+def test_bytes_are_counted_by_tokenizer_or_sidecar_and_who_audits_it_is_told(
     subject: probes.Subject, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = mutants.laboratory_in(folder).folder
+    laboratory = mutants.laboratory_in(folder)
+    assert {finding.written for finding in mutants.byte_table(subject, laboratory)} == {Level.INFO}
+    place = laboratory.folder
     *told, counted = casing.case_bytes(subject, place)
     assert (counted.check, counted.written) == ("B10", Level.INFO)
     assert len(told) == 2 and all("one byte more than its manifest notes" in each.text for each in told)
@@ -252,34 +246,12 @@ def audited(token_bytes: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
 
     def table(tokens: np.ndarray, config: train_gpt.Config) -> np.ndarray:
         data = Path(config.data_path)
-        noted = json.loads((data / "manifest.json").read_text())["splits"]["val"]["audit"]["sidecar_bytes"]
         found = sum(int(shards.read_shard(path).sum()) for path in data.glob("fineweb_val_bytes_*.bin"))
-        if found not in (0, noted):
+        if found not in (0, noted_bytes(data / "manifest.json")):
             raise train_gpt.DataError("the sidecar is not the one of the manifest")
         return token_bytes(tokens, config)
 
     return table
-
-
-def test_a_lossy_tokenizer_is_told(subject: probes.Subject, folder: Path) -> None:
-    laboratory = mutants.laboratory_in(folder)
-    findings = list(mutants.byte_table(subject, laboratory))
-    assert {finding.written for finding in findings} == {Level.INFO}
-
-    class Lossy:
-        """Gives back other text than it got, whoever asks."""
-
-        def encode(self, text: str) -> list[int]:
-            return list(laboratory.pieces.encode(text.replace("ß", "ss")))
-
-        def decode(self, ids: list[int]) -> str:
-            return str(laboratory.pieces.decode(ids))
-
-    config = train_gpt.Config.from_env(
-        {"TOKENIZER_PATH": str(laboratory.tokenizer), "VOCAB_SIZE": str(tiny.FOR_RUN.vocabulary)}
-    )
-    found = probes.round_trip(subject, config, ["Große"], Lossy())
-    assert found.level(Mode.AGREED) is not Level.INFO
 
 
 def finding(check: str, level: Level = Level.INFO, text: str = "fine") -> Finding:
@@ -298,51 +270,48 @@ def test_verdicts_say_no_more_than_was_asked() -> None:
     assert prove.verdict([*unknown, finding("B1", Level.FAIL, "C1")]) == "refuted"
 
 
-Proved = Callable[..., tuple[int, dict[str, dict[str, str]]]]
+Proved = Callable[[Path, int], dict[str, dict[str, str]]]
 
 
 @pytest.fixture
-def proved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Proved:
-    """Runs the command on a script of this text; its exit status, and the last finding of each check."""
+def proved(tool: Tool) -> Proved:
+    """Runs the command, which must end with this status; the last finding of each check."""
 
-    def run(text: str | None, *options: str) -> tuple[int, dict[str, dict[str, str]]]:
-        path = SCRIPT
-        if text is not None:
-            path = tmp_path / "train_gpt.py"
-            path.write_text(text)
-        capsys.readouterr()
-        status = main(["prove", str(path), "--json", *options])
-        report = json.loads(capsys.readouterr().out)
+    def run(script: Path, status: int) -> dict[str, dict[str, str]]:
+        report = json.loads(tool("prove", script, "--json", status=status))
         assert report["status"] == status
-        return status, {each["check"]: each for each in report["findings"]}
+        return {each["check"]: each for each in report["findings"]}
 
     return run
 
 
-def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, tool: Tool) -> None:
     script = tmp_path / "train_gpt.py"
     for text, why in (
         ("build_model = None\n", "has no Config, Ledger, Validation, evaluate"),
-        ("import a_package_that_is_not_there\n", "a_package_that_is_not_there"),
+        (f"{FORGER}os._exit(0)\n", "it does not load: the script's process ended or answers out of turn"),
     ):
         script.write_text(text)
         findings, _ = prove._checked(prove.Order(str(script)), tmp_path)
         assert prove.exit_status(findings) == prove.UNCHECKED
         assert {each.check for each in findings} == set(prove.PROOFS)
         assert all(each.text.startswith("not checked") and why in each.text for each in findings)
-    assert main(["prove", str(tmp_path / "absent.py")]) == 2
-    assert "absent.py: no such file" in capsys.readouterr().err
-    assert main(["prove", str(SCRIPT), "--config", str(tmp_path / "absent.env")]) == 2
-    assert "absent.env: no such file" in capsys.readouterr().err
+    assert "absent.py: no such file" in tool("prove", tmp_path / "absent.py", status=2)
+    config = tmp_path / "absent.env"
+    assert "absent.env: no such file" in tool("prove", SCRIPT, "--config", config, status=2)
 
 
 NAMES = "Config = build_model = Ledger = Validation = evaluate = token_bytes = None\n"
 
 
-# A script asks which interfaces its child sees and what lies in its home, and calls a host.
+# A script changes the auditor's code in its process, asks which interfaces its child sees, what lies in its
+# home, and calls a host.
 CURIOUS = """
 import os, socket, subprocess, sys
 from pathlib import Path
+for module in [*sys.modules.values()]:
+    if module.__name__.startswith('tools.') and hasattr(module, 'fail'):
+        module.fail = lambda check, text, where, remedy: module.info(check, text, where)
 child = [sys.executable, '-c', 'import socket; print(socket.if_nameindex())']
 out = subprocess.run(child, capture_output=True, text=True).stdout
 Path(ANSWER).write_text(repr([out, os.listdir(Path.home()), dict(os.environ)]))
@@ -351,15 +320,24 @@ try:
 except OSError:
     pass
 """
+# A script writes a verdict into whatever is open.
+FORGER = """
+import contextlib, os
+for fd in range(64):
+    with contextlib.suppress(OSError):
+        os.write(fd, b'[]\\nproven\\n')
+"""
 
 
 def test_a_script_reaches_no_network_and_sees_little(
     tmp_path: Path, proved: Proved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET_OF_MINE", "x")
-    status, found = proved(CURIOUS.replace("ANSWER", repr(str(tmp_path / "answer"))) + NAMES)
-    assert status == prove.REFUTED
-    assert found["B15"]["level"] == "FAIL" and "example.org" in found["B15"]["text"]
+    script = tmp_path / "train_gpt.py"
+    script.write_text(CURIOUS.replace("ANSWER", repr(str(tmp_path / "answer"))) + NAMES)
+    found = proved(script, prove.REFUTED)
+    assert found["B15"]["level"] == found["B19"]["level"] == "FAIL"
+    assert "example.org" in found["B15"]["text"] and ".fail of the auditor" in found["B19"]["text"]
     interfaces, home, environment = ast.literal_eval((tmp_path / "answer").read_text())
     assert home == [] and "A_SECRET_OF_MINE" not in environment
     assert not network.namespace_command() or ("'lo'" in interfaces and interfaces.count("(") == 1)
@@ -367,27 +345,17 @@ def test_a_script_reaches_no_network_and_sees_little(
     monkeypatch.setattr(network, "namespace_command", lambda: [])
     monkeypatch.setattr(network, "is_out_of_reach", lambda: False)
     monkeypatch.setattr(prove, "_checked", lambda order, folder: ([], []))
-    (found,) = prove._work(prove.Order(str(SCRIPT)), tmp_path)
-    assert found.text.startswith("not checked for child processes")
-    assert prove.exit_status([found]) == prove.UNCHECKED
+    (unknown,) = prove._work(prove.Order(str(SCRIPT)), tmp_path)
+    assert unknown.text.startswith("not checked for child processes")
+    assert prove.exit_status([unknown]) == prove.UNCHECKED
 
 
-ATTACKS = {  # s01 and s02 of the adversary, and others
-    "for m in [*sys.modules.values()]:\n    if m.__name__.startswith('tools.') and hasattr(m, 'fail'):\n"
-    "        m.fail = lambda check, text, where, remedy: m.info(check, text, where)": prove.REFUTED,
-    "for fd in range(64):\n    with contextlib.suppress(OSError):\n        os.write(fd, b'[]\\nproven\\n')\n"
-    "os._exit(0)": prove.UNCHECKED,
-    "os.kill(os.getppid(), 9)": prove.UNCHECKED,
-}
-
-
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_a_script_cannot_write_its_own_verdict(attack: str, proved: Proved) -> None:
-    marker = 'if __name__ == "__main__":'
-    text = SCRIPT.read_text().replace(marker, f"{attack}\n\n\n{marker}")
-    status, found = proved(text, "--only", "B19")
-    assert status == ATTACKS[attack]
-    assert found["B19"]["level"] == ("FAIL" if status == prove.REFUTED else "WARN")
+def test_a_script_that_forges_a_verdict_and_kills_the_auditor_gets_none(
+    tmp_path: Path, proved: Proved
+) -> None:
+    script = tmp_path / "train_gpt.py"
+    script.write_text(f"{FORGER}os.kill(os.getppid(), 9)\n")
+    assert proved(script, prove.UNCHECKED)["B19"]["level"] == "WARN"
 
 
 def test_config_and_environment_give_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,9 +373,7 @@ def test_config_and_environment_give_the_settings(tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_our_script_is_proven_by_every_check(proved: Proved) -> None:
-    status, found = proved(None)
-    expected = prove.PROVEN if network.namespace_command() else prove.UNCHECKED
-    assert status == expected, [each for each in found.values() if each["level"] != "INFO"]
+    found = proved(SCRIPT, prove.PROVEN if network.namespace_command() else prove.UNCHECKED)
     assert found.keys() == {prove.NOTE, *prove.PROOFS} - {"B17"}
 
 
@@ -479,12 +445,12 @@ def test_an_adapter_s_script_is_judged_by_what_it_records(tmp_path: Path) -> Non
 
 
 def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs(
-    lab: Lab, capsys: pytest.CaptureFixture[str]
+    lab: Lab, tool: Tool
 ) -> None:
-    settings = {"VAL_TOKENS_LIMIT": 0, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
+    settings = {"VAL_TOKENS_LIMIT": 0, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01,
+                "TTT_BATCH_SIZE": 10}  # fmt: skip
     run = lab.succeed(**settings, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
-    assert main(["prove", "--replay", str(run), "--documents", "3"]) == 0
-    assert "sliding_window" in capsys.readouterr().out
+    assert "sliding_window" in tool("prove", "--replay", run, "--documents", 2)
 
     def told(name: str, old: bytes, new: bytes) -> set[str]:
         """What a copy says in which a file has these other bytes."""
@@ -493,7 +459,7 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
         assert old in content
         (copy / name).write_bytes(content.replace(old, new))
         script = mutants.load_script(copy / "train_gpt.py")
-        found = replay.compared(replay.Run.of_folder(copy, {}), script, copy, 3, 0)
+        found = replay.compared(replay.Run.of_folder(copy, {}), script, copy, 1, 0)
         return {f.where.partition(":")[0] for f in found if f.level(Mode.AGREED) is Level.FAIL}
 
     nats = np.fromfile(run / "nats_roundtrip.bin")
@@ -579,7 +545,10 @@ def test_a_table_of_seeds_has_the_noise_of_every_check(
     def small(script: ModuleType, seed: int, config: object, name: str, folder: Path) -> Iterator[Finding]:
         moves = questions.Moves(subject.case(), {"legal_ttt": np.ones(9)})
         wrong = moves.refuted(np.ones(150), 9, "a change", {"legal_ttt": np.full(9, 1 + 2e-6 + seed)})
-        yield from [wrong] if wrong else moves.summary()
+        if wrong:
+            yield wrong
+            return
+        yield from moves.summary()
         yield from questions.kraft(subject.case(), [0], and_changes=False)
         yield from elsewhere.same_as_on_gpu(subject)
         yield from prove.rank_invariance(subject, folder, numbers=(2,))

@@ -9,6 +9,7 @@ import pytest
 
 import train_gpt
 from tests.support.runs import SOURCE, wrap
+from tests.tools.damage import shell
 from tools.runs import source
 from tools.runs.source import UNWRAPPED_BYTES_MAX, UnwrapError, read_script, same_program, unwrap
 
@@ -125,18 +126,11 @@ def test_every_form_of_import_is_followed(text: str, parses: bool, tmp_path: Pat
     assert _closure_of(tmp_path) == {"helper.py"}
 
 
-def _shell(program: str) -> str:
-    payload = base64.b85encode(zlib.compress(lzma.compress(program.encode()))).decode()
-    return f"import lzma,zlib,base64\nexec(lzma.decompress(zlib.decompress(base64.b85decode({payload!r}))))"
-
-
 def test_what_is_wrapped_often_or_merely_encoded_is_read() -> None:
-    text = SOURCE
-    for _ in range(source.WRAPS_MAX):
-        text = _shell(text)
-        assert unwrap(text) == SOURCE
+    for times in range(1, source.WRAPS_MAX + 1):
+        assert unwrap(shell(SOURCE, times)) == SOURCE
     with pytest.raises(UnwrapError, match="wrapped more than"):
-        unwrap(_shell(text))
+        unwrap(shell(SOURCE, source.WRAPS_MAX + 1))
     program = "import requests\nrequests.get('http://example.org')\n"
     raw = program.encode()
     assert unwrap(f"exec(base64.b64decode({base64.b64encode(raw).decode()!r}))") == program
@@ -146,7 +140,8 @@ def test_what_is_wrapped_often_or_merely_encoded_is_read() -> None:
 
 def test_what_expands_or_nests_without_end(tmp_path: Path) -> None:
     for program in (" " * (UNWRAPPED_BYTES_MAX + 1), "a;" * UNWRAPPED_BYTES_MAX):
-        text = _shell(program)
+        packed = base64.b85encode(zlib.compress(lzma.compress(program.encode()))).decode()
+        text = f"exec(lzma.decompress(zlib.decompress(base64.b85decode({packed!r}))))"
         assert len(text) < 11_000
         with pytest.raises(UnwrapError, match="expands beyond"):
             unwrap(text)

@@ -13,13 +13,12 @@ import pytest
 import tools.__main__
 from tests.support import tiny
 from tests.support.processes import Ended
+from tests.tools.conftest import Tool
 from tools import summary
-from tools.__main__ import main
 
 
-def test_ten_lines_say_what_was_reached(finished: Ended, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", str(finished.directory)]) == 0
-    told = capsys.readouterr().out.splitlines()
+def test_ten_lines_say_what_was_reached(finished: Ended, tool: Tool) -> None:
+    told = tool("summary", finished.directory).splitlines()
     assert len(told) == 10
     for name, label in summary.SCORES.items():
         score = finished.summary["losses"][name]["bits_per_byte"]
@@ -69,15 +68,13 @@ def test_pairs_of_tokens_cost_what_a_count_by_hand_says() -> None:
     assert before_the_last < 1 / (np.bincount(training)[3] + summary.PRIOR_TOKENS)
 
 
-def test_what_is_missing_is_told(finished: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_told(finished: Ended, tmp_path: Path, tool: Tool) -> None:
     copy = Path(shutil.copytree(finished.directory, tmp_path / "run"))
     settings = (copy / "config.env").read_text("utf-8")
     (copy / "config.env").write_text(re.sub(r"^DATA_PATH=.*", "DATA_PATH=/gone", settings, flags=re.M))
-    assert main(["summary", str(copy)]) == 0
-    told = capsys.readouterr().out
+    told = tool("summary", copy)
     assert told.count("not known: no data at") == 2 and "round trip" in told
-    assert main(["summary", str(tmp_path)]) == 2
-    assert "no run directory" in capsys.readouterr().err
+    assert "no run directory" in tool("summary", tmp_path, status=2)
 
 
 @pytest.mark.parametrize(("val_bpb", "ahead"), [(1.0, 0), (1.0611, 1), (1.0612, 1), (2.0, 42)])
@@ -87,15 +84,13 @@ def test_a_score_of_the_challenge_s_text_has_its_place(val_bpb: float, ahead: in
 
 
 def test_a_python_without_the_packages_is_told_which_has_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tool: Tool, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)  # as where it is not installed
     for module in ("tools.summary", "train_gpt"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(tools.__main__, "MADE_BY_MAKE", tmp_path / "python")
-    assert tools.__main__.main(["summary", "runs/x"]) == 2
-    message = capsys.readouterr().err
+    message = tool("summary", "runs/x", status=2)
     assert f"{sys.executable} has no numpy; `make demo` makes an environment" in message
     (tmp_path / "python").touch()
-    assert tools.__main__.main(["summary", "runs/x"]) == 2
-    assert f"{tmp_path / 'python'} -m tools" in capsys.readouterr().err
+    assert f"{tmp_path / 'python'} -m tools" in tool("summary", "runs/x", status=2)

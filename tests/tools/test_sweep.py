@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_run
+from tests.tools.conftest import Tool
 from tools.__main__ import main
 
 # It trains nothing: a score is a function of MATRIX_LR and SEED. A run that the file `die` names ends early.
@@ -83,6 +84,11 @@ def test_a_sweep_killed_twice_ends_as_any_other(place: Path, capfd: pytest.Captu
         + ["low-seed1 resumed", "high-seed2 begun"]
     )
     assert [path.name for path in (place / "runs/rates/stopped").iterdir()] == ["high-seed2.1"]
+    # A row that was changed since its runs is refused.
+    text = (place / "rates.txt").read_text()
+    (place / "rates.txt").write_text(text.replace("low: MATRIX_LR=0.02", "low: MATRIX_LR=0.021"))
+    assert main(["sweep", "rates.txt"]) == 2
+    assert "MATRIX_LR=0.02, not 0.021" in capfd.readouterr().err
 
 
 def test_a_limit_that_is_not_kept_stops_the_rest(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -111,15 +117,7 @@ def test_a_file_with_a_mistake_starts_nothing(
     assert not (place / "starts").exists()
 
 
-def test_a_row_changed_since_its_runs_is_refused(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert sweep(capfd)[0] == 0
-    text = (place / "rates.txt").read_text()
-    (place / "rates.txt").write_text(text.replace("low: MATRIX_LR=0.02", "low: MATRIX_LR=0.021"))
-    assert main(["sweep", "rates.txt"]) == 2
-    assert "MATRIX_LR=0.02, not 0.021" in capfd.readouterr().err
-
-
-def test_runs_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_is_one_table(tmp_path: Path, tool: Tool) -> None:
     for seed, rate in ((1, "0.02"), (2, "0.03")):
         make_run(tmp_path / f"run{seed}", seed, config={"MATRIX_LR": rate}, gain=0.01 * seed)
     stopped = make_run(tmp_path / "stopped", 3)
@@ -128,19 +126,15 @@ def test_runs_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     lines = (stopped / "log.txt").read_text().splitlines()
     until = next(number for number, line in enumerate(lines) if line.startswith("step:40/"))
     (stopped / "log.txt").write_text("\n".join(lines[: until + 1]))
-    assert main(["runs", str(tmp_path), "--sort", "val_bpb"]) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
+    head, *rows = tool("runs", tmp_path, "--sort", "val_bpb").splitlines()
     assert head.split() == ["run", "MATRIX_LR", "seed", "steps", "ms", "quantized", "windows", "ttt", "bytes",
                             "status"]  # fmt: skip
     assert [row.split()[0] for row in rows] == ["run2", "run1", "stopped"]
     assert rows[0].endswith("finished") and rows[2].endswith("step 40")
-    assert main(["runs", str(tmp_path), "--where", "MATRIX_LR=0.03", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = json.loads(tool("runs", tmp_path, "--where", "MATRIX_LR=0.03", "--json"))
     assert row["seed"] == "2" and row["steps"] == 400 and row["scores"]["ttt"] == row["val_bpb"]
-    assert main(["runs", str(tmp_path), "--where", "MATRIX_LR=7"]) == 2
+    tool("runs", tmp_path, "--where", "MATRIX_LR=7", status=2)
     make_run(tmp_path / "rates/low-seed1", 1)
     make_run(tmp_path / "rates/stopped/low-seed1.1", 1)
-    capsys.readouterr()
-    assert main(["runs", str(tmp_path)]) == 0  # runs of sweeps too, but none that began anew
-    assert [row.split()[0] for row in capsys.readouterr().out.splitlines()[1:]] == [
-        "rates/low-seed1", "run1", "run2", "stopped"]
+    rows = tool("runs", tmp_path).splitlines()[1:]  # runs of sweeps too, but none that began anew
+    assert [row.split()[0] for row in rows] == ["rates/low-seed1", "run1", "run2", "stopped"]

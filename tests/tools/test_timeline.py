@@ -2,30 +2,30 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools.__main__ import main
+from tests.tools.conftest import Tool
 from train_gpt import Trace
 
 
-@pytest.fixture
-def run_directory(tmp_path: Path) -> Path:
+def traced(folder: Path, rank: int, *spans: list[Any]) -> None:
+    """What a rank writes that has these spans."""
+    trace = Trace(range(1, 2), folder, rank)
+    trace.recording = True
+    trace.spans += spans
+    trace.finish()
+
+
+def test_lanes_and_seconds(tmp_path: Path, tool: Tool) -> None:
     for rank in range(2):
-        trace = Trace(range(1, 2), tmp_path, rank)
-        trace.recording = True
-        trace.spans.append(["chunk", "main", 7.0, 7.004, {"step": 1}])
-        trace.spans.append(["forward", "main", 7.0, 7.0015, {}])
-        trace.spans.append(["stage", "stage", 6.9995, 7.0, {"batch": 7}])
-        trace.finish()
-    return tmp_path
-
-
-def test_lanes_and_seconds(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = run_directory / "t.svg"
-    merged = run_directory / "merged.json"
-    assert main(["timeline", str(run_directory), "--out", str(out), "--merge", str(merged), "--json"]) == 0
-    seconds = json.loads(capsys.readouterr().out)["seconds"]
+        chunk = ["chunk", "main", 7.0, 7.004, {"step": 1}]
+        forward = ["forward", "main", 7.0, 7.0015, {}]
+        traced(tmp_path, rank, chunk, forward, ["stage", "stage", 6.9995, 7.0, {"batch": 7}])
+    out, merged = tmp_path / "t.svg", tmp_path / "merged.json"
+    told = tool("timeline", tmp_path, "--out", out, "--merge", merged, "--json")
+    seconds = json.loads(told)["seconds"]
     assert seconds["rank 0 main"] == pytest.approx({"chunk": 0.004, "forward": 0.0015})
     assert seconds["rank 1 stage"] == pytest.approx({"stage": 0.0005})
     drawn = out.read_text()
@@ -34,23 +34,17 @@ def test_lanes_and_seconds(run_directory: Path, capsys: pytest.CaptureFixture[st
     assert {event["pid"] for event in json.loads(merged.read_text())["traceEvents"]} == {0, 1}
 
 
-def test_a_table_of_all_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = Trace(range(1, 2), tmp_path)
-    trace.recording = True
-    for begin, end in ((7.0, 7.002), (7.003, 7.007)):
-        trace.spans.append(["forward", "main", begin, end, {}])
-    trace.spans.append(["stage", "stage", 7.001, 7.0025, {}])
-    trace.finish()
-    capsys.readouterr()  # says where the file is
-    assert main(["timeline", str(tmp_path), "--json"]) == 0
-    forward, stage = json.loads(capsys.readouterr().out)["table"]
+def test_a_table_of_all_spans(tmp_path: Path, tool: Tool) -> None:
+    forwards = [["forward", "main", begin, end, {}] for begin, end in ((7.0, 7.002), (7.003, 7.007))]
+    traced(tmp_path, 0, *forwards, ["stage", "stage", 7.001, 7.0025, {}])
+    forward, stage = json.loads(tool("timeline", tmp_path, "--json"))["table"]
     assert (forward.pop("lane"), forward.pop("name")) == ("main", "forward")
     lengths = {"count": 2, "mean_ms": 3.0, "min_ms": 2.0, "max_ms": 4.0, "seconds": 0.006}
     assert forward == pytest.approx(lengths)
     assert (stage["lane"], stage["name"], stage["count"]) == ("stage", "stage", 1)
-    assert main(["timeline", str(tmp_path)]) == 0  # without a name the drawing goes into the run
+    told = tool("timeline", tmp_path)  # without a name the drawing goes into the run
     assert (tmp_path / "timeline.png").read_bytes()[:4] == b"\x89PNG"
-    assert "main/forward count:2 mean_ms:3.000 min_ms:2.000 max_ms:4.000" in capsys.readouterr().out
+    assert "main/forward count:2 mean_ms:3.000 min_ms:2.000 max_ms:4.000" in told
 
 
 @pytest.mark.parametrize(("content", "told"), [
@@ -59,8 +53,7 @@ def test_a_table_of_all_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ('{"traceEvents": 3}', "no list"),
     ('{"traceEvents": [{"ph": "X", "name": "a", "pid": [1], "tid": 1, "ts": 1, "dur": 1}]}', "no span"),
 ])  # fmt: skip
-def test_no_trace(tmp_path: Path, content: str | None, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_trace(tmp_path: Path, content: str | None, told: str, tool: Tool) -> None:
     if content is not None:
         (tmp_path / "trace_rank0.json").write_text(content)
-    assert main(["timeline", str(tmp_path), "--out", str(tmp_path / "t.png")]) == 2
-    assert told in capsys.readouterr().err
+    assert told in tool("timeline", tmp_path, "--out", tmp_path / "t.png", status=2)

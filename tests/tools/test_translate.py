@@ -8,7 +8,7 @@ import pytest
 
 import train_gpt
 from tests.support.public_commands import COMMANDS_FILE, load_public_commands
-from tools.__main__ import main
+from tests.tools.conftest import Tool
 from tools.commands import shell_commands
 from tools.translate import NAMES_FILE, published_commands, translate
 from train_gpt import Config
@@ -99,31 +99,26 @@ def test_what_a_name_stands_for() -> None:
     assert both.settings == {"MLP_CLIP_SIGMAS": "10", "ATTN_CLIP_SIGMAS": "12.85"}
 
 
-def test_commands_are_translated(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_translated(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == 785]
     pairs = " ".join(f"{name}={value}" for name, value in command.settings.items())
     text = f"NCCL_NET=Socket {pairs} \\\n  torchrun --nproc_per_node=4 folder/train_gpt.py"
-    assert main(["translate", text]) == 0
-    *comments, last = capsys.readouterr().out.splitlines()
+    *comments, last = tool("translate", text).splitlines()
     settings = "CONFIG=configs/pr785.env NCCL_NET=Socket SEED=1337"
     assert last == f"{settings} torchrun --standalone --nproc_per_node=4 train_gpt.py"
     assert all(line.startswith("# note: ") for line in comments)
     assert any("SWA_ENABLED=1 SWA_EVERY=50: no effect" in line for line in comments)
     (again,) = shell_commands(last)
     assert train_gpt.public_answers(again.settings) == []
-    assert main(["translate", "MUON_WEIGHT_DECAY=0.09"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "MUON_WD=0.09 python train_gpt.py"
+    assert tool("translate", "MUON_WEIGHT_DECAY=0.09").splitlines()[-1] == "MUON_WD=0.09 python train_gpt.py"
     monkeypatch.setattr("sys.stdin", io.StringIO("export SEED=3\ntorchrun train_gpt.py\n"))
-    assert main(["translate"]) == 0
-    assert capsys.readouterr().out == "SEED=3 torchrun --standalone --nproc_per_node=8 train_gpt.py\n"
-    assert main(["translate", "NAME='open torchrun train_gpt.py"]) == 2
-    assert "close the quotation" in capsys.readouterr().err
+    assert tool("translate") == "SEED=3 torchrun --standalone --nproc_per_node=8 train_gpt.py\n"
+    assert "close the quotation" in tool("translate", "NAME='open torchrun train_gpt.py", status=2)
 
 
-def test_a_refused_command_is_a_comment_and_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_command_is_a_comment_and_exit_status_1(tool: Tool) -> None:
     text = "LQER_RANK=4 MATRX_LR=1 SEED=2 NEW_THING=1 NUM_HEADS=3 python train_gpt.py"
-    assert main(["translate", text]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = tool("translate", text, status=1).splitlines()
     assert all(line.startswith("# ") for line in lines)
     for part in (
         "# refused: LQER_RANK=4: there is no low-rank correction of rounding errors; leave it out",

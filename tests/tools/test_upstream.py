@@ -1,11 +1,11 @@
 """benchmarks/upstream.py on a miniature script in the manner of the challenge's, against a plain loop."""
 
-import base64
-import lzma
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks import upstream
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError
 from data.shards import write_shard
+from tests.tools.damage import shell
 
 # Written for this test: a bag of embeddings with the manners of a script for GPUs. WIDTH, VOCABULARY,
 # STEP_SIZE and ITERATIONS are its variables; its learning rate falls linearly to zero.
@@ -100,11 +101,18 @@ def main():
 '''
 
 
+Opened = Callable[..., Upstream]
+
+
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train_gpt.py"
-    path.write_text(MINIATURE, encoding="utf-8")
-    return path
+def opened(tmp_path: Path) -> Opened:
+    """A script of this text, with these settings."""
+
+    def open_script(text: str = MINIATURE, *arguments: Any) -> Upstream:
+        (tmp_path / "train_gpt.py").write_text(text, encoding="utf-8")
+        return Upstream(tmp_path / "train_gpt.py", *arguments)
+
+    return open_script
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -130,27 +138,18 @@ def plain_losses(start: dict[str, Tensor], steps: int, step_size: float, iterati
     return losses
 
 
-def test_steps_are_the_script_s_own(script: Path) -> None:
-    with Upstream(script, {"STEP_SIZE": "2.5", "ITERATIONS": "6"}) as miniature:
-        assert miniature.parameters_count == 2 * 50 * 8
-        miniature.set_weights(weights(0))
-        losses = [miniature.step(*batch(step)) for step in range(5)]
-    assert losses == pytest.approx(plain_losses(weights(0), 5, 2.5, 6), rel=1e-6)
-
-
-def test_the_loss_is_of_single_precision_and_of_evaluation(script: Path) -> None:
+def test_the_loss_is_of_single_precision_and_of_evaluation(opened: Opened) -> None:
     text = upstream.patched(MINIATURE, "miniature")
     assert "bfloat16" not in text and "fused=True" not in text
-    with Upstream(script) as miniature:
+    with opened() as miniature:
+        assert miniature.parameters_count == 2 * 50 * 8
         assert {parameter.dtype for parameter in miniature.model.parameters()} == {torch.float32}
         before = miniature.loss(*batch(0))
         assert miniature.loss(*batch(0)) == before
         assert miniature.step(*batch(0)) == before
         assert miniature.loss(*batch(0)) < before
     factor = "return (2 if self.training else 1) * F.cross_entropy("
-    doubled = MINIATURE.replace("return F.cross_entropy(", factor)
-    script.write_text(doubled, encoding="utf-8")
-    with Upstream(script) as miniature:
+    with opened(MINIATURE.replace("return F.cross_entropy(", factor)) as miniature:
         assert 2 * miniature.loss(*batch(0)) == miniature.step(*batch(0))
         assert miniature.model.training
 
@@ -170,13 +169,11 @@ KEEPS_AN_AVERAGE = (
 )
 
 
-def test_an_average_is_found_where_the_loop_keeps_it_or_told(script: Path) -> None:
+def test_an_average_is_found_where_the_loop_keeps_it_or_told(opened: Opened) -> None:
     for text in (MINIATURE, MINIATURE.replace("    for step in", "    ema_state = None\n    for step in")):
-        script.write_text(text, encoding="utf-8")
-        with Upstream(script) as miniature:
+        with opened(text) as miniature:
             assert miniature.average() is None
-    script.write_text(KEEPS_AN_AVERAGE, encoding="utf-8")
-    with Upstream(script) as miniature:
+    with opened(KEEPS_AN_AVERAGE) as miniature:
         expected = {name: tensor.clone() for name, tensor in miniature.model.state_dict().items()}
         for step in range(3):
             miniature.step(*batch(step))
@@ -191,33 +188,29 @@ def test_an_average_is_found_where_the_loop_keeps_it_or_told(script: Path) -> No
         ("ema_state", "ema_weights", "has ema_weights, but .* ema_state; add"),
         ("ema_state = {name:", "ema_state = {'x' + name:", "expected the names"),
     ):
-        script.write_text(KEEPS_AN_AVERAGE.replace(found, instead), encoding="utf-8")
-        with Upstream(script) as miniature, pytest.raises(UpstreamError, match=told):
+        text = KEEPS_AN_AVERAGE.replace(found, instead)
+        with opened(text) as miniature, pytest.raises(UpstreamError, match=told):
             miniature.average()
 
 
-def test_a_compressed_script_is_the_same_and_one_shuffles_if_its_loader_does(script: Path) -> None:
-    packed = base64.b85encode(lzma.compress(MINIATURE.encode())).decode()
-    wrapped = f"import lzma as L,base64 as B\nexec(L.decompress(B.b85decode({packed!r})))\n"
+def test_a_compressed_script_is_the_same_and_one_shuffles_if_its_loader_does(opened: Opened) -> None:
     losses = []
-    for text in (MINIATURE, wrapped):
-        script.write_text(text)
-        with Upstream(script, {"WIDTH": "4"}) as miniature:
+    for text in (MINIATURE, shell(MINIATURE)):
+        with opened(text, {"WIDTH": "4"}) as miniature:
             losses.append([miniature.step(*batch(step)) for step in range(3)])
             assert not miniature.shuffles
     assert losses[0] == losses[1]
-    script.write_text(MINIATURE.replace("DistributedTokenLoader", "ShuffledSequenceLoader"))
-    with Upstream(script) as miniature:
+    with opened(MINIATURE.replace("DistributedTokenLoader", "ShuffledSequenceLoader")) as miniature:
         assert miniature.shuffles
 
 
-def test_nothing_outside_changes(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_outside_changes(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     environment = dict(os.environ)
     threads = threading.active_count()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_math_sdp(True)
-    with Upstream(script) as miniature:
+    with opened() as miniature:
         miniature.step(*batch(0))
     miniature.close()
     assert [path.name for path in tmp_path.iterdir()] == ["train_gpt.py"]
@@ -227,7 +220,7 @@ def test_nothing_outside_changes(script: Path, tmp_path: Path, monkeypatch: pyte
     assert torch.backends.cuda.math_sdp_enabled()
 
 
-def test_a_replacement_that_fits_nowhere_is_told_by_name(script: Path) -> None:
+def test_a_replacement_that_fits_nowhere_is_told_by_name(opened: Opened) -> None:
     for name, line in (
         ("accumulation", "    grad_accum_steps = 8 // world_size\n"),
         ("device", '    device = torch.device("cuda", 0)\n'),
@@ -236,9 +229,8 @@ def test_a_replacement_that_fits_nowhere_is_told_by_name(script: Path) -> None:
         ("orthogonalisation", "    X = G.bfloat16()\n"),
     ):
         assert line in MINIATURE
-        script.write_text(MINIATURE.replace(line, ""), encoding="utf-8")
         with pytest.raises(UpstreamError, match=f"'{name}'"):
-            Upstream(script)
+            opened(MINIATURE.replace(line, ""))
 
 
 @pytest.mark.parametrize(("found", "instead", "told"), [
@@ -248,50 +240,47 @@ def test_a_replacement_that_fits_nowhere_is_told_by_name(script: Path) -> None:
     ("import torch\n", "import torch\nfrom absent_kernels import fast_attention\n", "imports absent_kernels"),
     ("import torch\n", "import torch\nthis is no Python\n", "in Python 3"),
 ])  # fmt: skip
-def test_what_no_replacement_fits_is_told(script: Path, found: str, instead: str, told: str) -> None:
+def test_what_no_replacement_fits_is_told(opened: Opened, found: str, instead: str, told: str) -> None:
     text = MINIATURE.replace(found, instead, 1)
     if "autocast" in found or "device(" in found:  # one that fits beside one that does not
         text += '\n\ndef unused():\n    torch.device("cuda", 0)\n    torch.autocast(device_type="cuda")\n'
-    script.write_text(text, encoding="utf-8")
     with pytest.raises(UpstreamError, match=rf"train_gpt\.py:\d+: .*{told}"):
-        Upstream(script)
+        opened(text)
 
 
-def test_settings_weights_and_failures_are_told(script: Path) -> None:
+def test_settings_weights_and_failures_are_told(opened: Opened) -> None:
     with pytest.raises(UpstreamError, match="never reads WIDHT"):
-        Upstream(script, {"WIDHT": "4", "WIDTH": "4"})
+        opened(MINIATURE, {"WIDHT": "4", "WIDTH": "4"})
     with pytest.raises(UpstreamError, match="WARMUP_STEPS: fixed"):
-        Upstream(script, {"WARMUP_STEPS": "20"})
-    with Upstream(script) as miniature:
+        opened(MINIATURE, {"WARMUP_STEPS": "20"})
+    with opened() as miniature:
         with pytest.raises(UpstreamError, match=r"lack \['head.weight'\] and have no use for \['tail'\]"):
             miniature.set_weights({"table.weight": weights(0)["table.weight"], "tail": torch.zeros(1)})
         with pytest.raises(UpstreamError, match=r"table.weight has shape \(50, 4\), expected \(50, 8\)"):
             miniature.set_weights(weights(0, width=4))
-    with Upstream(script) as miniature:
+    with opened() as miniature:
         ids_BT = torch.full((1, 4), 50)
         with pytest.raises(UpstreamError, match="after 0 steps its main raised IndexError"):
             miniature.step(ids_BT, ids_BT)
-    with Upstream(script, {"ITERATIONS": "2"}) as miniature:
+    with opened(MINIATURE, {"ITERATIONS": "2"}) as miniature:
         miniature.step(*batch(0))
         with pytest.raises(UpstreamError, match="raise ITERATIONS"):
             miniature.step(*batch(1))
-    script.write_text(MINIATURE.replace("torch.cuda.set_device(device)", "torch.cuda.Stream()"))
     with pytest.raises(UpstreamError, match=r"torch\.cuda\.Stream, which has no counterpart"):
-        Upstream(script)
+        opened(MINIATURE.replace("torch.cuda.set_device(device)", "torch.cuda.Stream()"))
 
 
-def test_the_schedule_follows_a_clock_whose_end_is_the_caller_s(script: Path) -> None:
+def test_the_schedule_follows_a_clock_whose_end_is_the_caller_s(opened: Opened) -> None:
     """Its own clock would end the script within a step, before anybody has seen the model."""
     text = MINIATURE.replace("import torch\n", "import time\nimport torch\n", 1)
     text = text.replace("    for step in", "    begun = time.perf_counter()\n    for step in")
     text = text.replace(
         "step / args.iterations", "(time.perf_counter() - begun) / args.max_wallclock_seconds")
     text += "        if time.perf_counter() - begun >= args.max_wallclock_seconds:\n            break\n"
-    script.write_text(text, encoding="utf-8")
     now = 100.0
     clock = TrainingClock(lambda: now, limit_seconds=4.0)
     losses = []
-    with Upstream(script, {"STEP_SIZE": "2.5"}, clock) as miniature:
+    with opened(text, {"STEP_SIZE": "2.5"}, clock) as miniature:
         miniature.set_weights(weights(0))
         now += 1000  # of loading, which is no training
         while not clock.is_over:
@@ -305,31 +294,27 @@ def test_the_schedule_follows_a_clock_whose_end_is_the_caller_s(script: Path) ->
     assert losses == pytest.approx(plain_losses(weights(0), 4, 2.5, 4), rel=1e-6)
 
 
-def test_a_script_ships_its_weights_by_its_own_functions(script: Path) -> None:
-    def refused() -> None:
-        with Upstream(script) as miniature:
-            assert not miniature.ships
-            with pytest.raises(UpstreamError, match="no quantize_state_dict_int8"):
-                miniature.ship()
-
-    refused()
-    text = MINIATURE + '''
+def test_a_script_ships_its_weights_by_its_own_functions(opened: Opened) -> None:
+    functions = '''
 def quantize_state_dict_int8(weights):
     return {name: (4 * tensor).round().char() for name, tensor in weights.items()}, "statistics"
 
 def dequantize_state_dict_int8(codes):
     return {name: code.float() / 4 for name, code in codes.items()}
 '''
-    script.write_text(text, encoding="utf-8")
-    refused()  # it has them from where it began, and ships in another way
-    text += '''
+    # It has none, or has them from where it began, and ships in another way.
+    for text in (MINIATURE, MINIATURE + functions):
+        with opened(text) as miniature:
+            assert not miniature.ships
+            with pytest.raises(UpstreamError, match="no quantize_state_dict_int8"):
+                miniature.ship()
+    text = MINIATURE + functions + '''
 def ship(model):
     model.load_state_dict(dequantize_state_dict_int8(quantize_state_dict_int8(model.state_dict())[0]))
 '''
-    script.write_text(text, encoding="utf-8")
     sizes = []
     for given in (weights(0), {name: torch.zeros(50, 8) for name in weights(0)}):
-        with Upstream(script) as miniature:
+        with opened(text) as miniature:
             assert miniature.ships
             miniature.set_weights(given)
             sizes.append(miniature.ship())

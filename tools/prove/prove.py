@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -390,10 +391,9 @@ def long_text(script: ModuleType, seed: int, ways: Sequence[str] = ("sgd", "lora
         settings = tiny.LORA if way == "lora" else {}
         subject = probes.make_subject(script, seed, f"long text, {way}", VOCAB_SIZE=tiny.FEW, **settings)
         case = subject.case(tokens=probes.long_tokens(subject))
-        for finding in [
-            *questions.kraft(case, probes.LATE_TARGETS),
-            *questions.future(case, [probes.LONG_DOCUMENT - 1], [400]),
-        ]:
+        sums = questions.kraft(case, probes.LATE_TARGETS)
+        moves = questions.future(case, [probes.LONG_DOCUMENT - 1], [400])
+        for finding in itertools.chain(sums, moves):  # one after the other: a caller may stop at the first
             yield dataclasses.replace(finding, where=f"{subject.name}: {finding.where}")
 
 
