@@ -175,9 +175,14 @@ def test_the_lines_of_each_section_are_about_right(readme: str, repo: Path) -> N
 
 @pytest.mark.parametrize("path", [*PAGES, *OTHER_PAGES[:-1]], ids=lambda path: str(path.relative_to(REPO)))
 def test_a_page_is_short_and_plain(path: Path) -> None:
+    """Per 1,000 words of prose, with one more for short pages; sentences by their mean."""
     text = path.read_text(encoding="utf-8")
     prose = re.sub(r"\]\([^)]*\)", "", CODE.sub(" ", text))
     prose = re.sub(r"<!-- (\w+):begin.*?\1:end -->", "", prose, flags=re.DOTALL)
+    words = len(re.findall(r"[^\W\d]+", prose))
+    for rate, pattern in ((4, ";"), (2.5, r"\bwhat\b"), (2, r"\b(?:take[sn]?|took|taking)\b")):
+        found = re.findall(pattern, prose, re.IGNORECASE)
+        assert len(found) <= rate * words / 1000 + 1, f"{len(found)} of {pattern} in {words} words"
     paragraphs = re.split(r"\n\s*\n|\n(?=- |\d\. )", re.sub(r"^[|#].*$", "", prose, flags=re.MULTILINE))
     sentences = [len(one.split()) for part in paragraphs for one in re.split(r"(?<=[.:?!])\s", part) if one]
     assert sum(sentences) / max(1, len(sentences)) <= 18 and max(sentences, default=0) <= 40
