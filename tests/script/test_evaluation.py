@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import train_gpt
 from data.shards import write_shard
 from tests.support import tiny
-from tests.support.clock import counted_clock
+from tests.support.planted import counted_clock
 from tests.support.processes import Lab
 from tests.support.ranks import on_ranks
 from tools.check.findings import Level, Mode

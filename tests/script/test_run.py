@@ -15,9 +15,9 @@ import torch
 
 import train_gpt
 from data import shards
-from tests.support.clock import FORWARD_SECONDS, counted_clock
 from tests.support.loaders import write_shards
 from tests.support.models import tiny_config
+from tests.support.planted import FORWARD_SECONDS, before, counted_clock
 from tests.support.processes import SCRIPT, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
 
@@ -147,19 +147,14 @@ def test_the_shipped_script_scores_the_artifact_without_training_data(finished: 
     assert alone.summary["artifact"]["sha256"] == finished.summary["artifact"]["sha256"]
 
 
+# What the process opens is in the file `opened` when it leaves.
 WATCH = """
 opened = []
 def note(event, given):
     if event == "open" and isinstance(given[0], (str, bytes)):
         opened.append(os.path.abspath(os.fsdecode(given[0])))
 sys.addaudithook(note)
-leave = os._exit
-def tell(status):
-    with open("opened", "w") as file:
-        file.write("\\n".join(sorted(set(opened))))
-    leave(status)
-os._exit = tell
-"""
+""" + before("os._exit", 'open("opened", "w").write("\\n".join(sorted(set(opened))))')
 
 
 def test_an_artifact_alone_is_scored_again_and_what_it_overrides_is_named(finished: Ended, lab: Lab) -> None:
@@ -238,15 +233,11 @@ def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
     assert warning in ended.out[: ended.out.index("\nwarmup_step:")]
 
 
-KILL_AT_SCORING = """
-import builtins
-opening = open
-def kill(path, *given, **more):
-    if str(path).endswith("log.txt") and os.path.exists(path) and "roundtrip_exact" in opening(path).read():
+KILL_AT_SCORING = before("builtins.open", """
+    path = str(given[0])
+    if path.endswith("log.txt") and os.path.exists(path) and "roundtrip_exact" in real(path).read():
         os.kill(os.getpid(), 9)
-    return opening(path, *given, **more)
-builtins.open = kill
-"""
+""")  # fmt: skip
 
 
 def test_a_run_killed_in_its_evaluation_is_finished_with_the_same_result(finished: Ended, lab: Lab) -> None:
@@ -260,17 +251,6 @@ def test_a_run_killed_in_its_evaluation_is_finished_with_the_same_result(finishe
     assert results(ended) == results(finished)
     limit = ended.summary["limits"]["train_seconds"]
     assert limit["value"] == ended.summary["train_seconds"] > 0.0
-
-
-def test_a_run_whose_training_was_over_does_not_train_on(lab: Lab) -> None:
-    clock = {"MAX_WALLCLOCK_SECONDS": 1.01, "GPTQ_RESERVE_SECONDS": 0.2, "ITERATIONS": 100_000}
-    changes = {**clock, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
-    whole = lab.elsewhere("whole").succeed(fault=counted_clock(), **changes)
-    killed = lab.run(fault=counted_clock() + KILL_AT_SCORING, **changes)
-    again = lab.succeed(fault=counted_clock(), RESUME=killed.directory, **changes)
-    for key in ("steps", "losses", "artifact", "stream_hash"):
-        assert again.summary[key] == whole.summary[key], key
-    assert again.summary["train_seconds"] == pytest.approx(whole.summary["train_seconds"])
 
 
 @pytest.mark.parametrize(
@@ -313,28 +293,23 @@ def test_after_a_hundred_steps_the_number_of_steps_is_projected() -> None:
 # What breaks a part of the end, on the last rank: a kernel that is missing, a graph that is not compiled, two
 # collectives.
 PLANTED = """
-import torch
-function = PLACE.NAME
-def fail(*given, **more):
-    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and CONDITION:
-        raise RuntimeError("a planted fault")
-    return function(*given, **more)
-PLACE.NAME = fail
+if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and CONDITION:
+    raise RuntimeError("a planted fault")
 """
 SUMS = "given[0].dtype == torch.float32 and given[0].ndim == 2"
 SCORES = "given[0].dtype == torch.float64 and len(given[0]) > 2"
 
 
-@pytest.mark.parametrize(("part", "ranks", "place", "name", "condition"), [
-    ("artifact", 1, "torch", "cholesky_inverse", "True"),
-    ("ttt", 1, "torch._dynamo", "maybe_mark_dynamic", "True"),
-    ("hessians", 2, "torch.distributed", "all_reduce", SUMS),
-    ("windows", 2, "torch.distributed", "all_reduce", SCORES),
+@pytest.mark.parametrize(("part", "ranks", "function", "condition"), [
+    ("artifact", 1, "torch.cholesky_inverse", "True"),
+    ("ttt", 1, "torch._dynamo.maybe_mark_dynamic", "True"),
+    ("hessians", 2, "torch.distributed.all_reduce", SUMS),
+    ("windows", 2, "torch.distributed.all_reduce", SCORES),
 ])  # fmt: skip
 def test_what_would_fail_at_the_end_fails_before_the_first_step(
-    part: str, ranks: int, place: str, name: str, condition: str, lab: Lab
+    part: str, ranks: int, function: str, condition: str, lab: Lab
 ) -> None:
-    fault = PLANTED.replace("PLACE", place).replace("NAME", name).replace("CONDITION", condition)
+    fault = before(function, PLANTED.replace("CONDITION", condition))
     ended = [started.wait() for started in lab.ranks(ranks, fault=fault)]
     assert all(one.status == 1 for one in ended)
     told = ended[-1].err.splitlines()

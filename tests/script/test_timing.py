@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import train_gpt
-from tests.support.clock import signal_at_step
 from tests.support.fake_gpu import COPY_US, DEVICE_US, HOST_US, STAGE_MS, FakeGpu
+from tests.support.planted import signal_at_step
 from tests.support.processes import Ended, Lab, results
 from tools.trace.timeline import lane_spans
 from train_gpt import LANES, StepTimer, Trace
@@ -276,12 +276,6 @@ def test_only_the_steps_asked_for_are_written_and_shards_read_in_a_step(lab: Lab
     assert {span["args"]["shard"] for span in loads} == {f"fineweb_train_00000{n}.bin" for n in range(2)}
 
 
-def test_a_signal_ends_the_run_as_without_it_and_what_was_traced_is_written(lab: Lab) -> None:
-    ended = lab.run(fault=signal_at_step(4), TRACE_STEPS="1:1000")
-    assert ended.status == 128 + signal.SIGTERM and "stopped by signal 15" in ended.out
-    assert steps(read(ended.directory / "trace_rank0.json")) == [1, 2, 3, 4]
-
-
 def gpu_trace(
     gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, trained: int = 6, window: Any = (1, 10_000)
 ) -> list[Event]:
@@ -344,5 +338,6 @@ def test_a_profile_holds_its_steps_alone_and_the_same_bits(lab: Lab, finished: E
     assert steps(read(ended.directory / "trace_rank0.json")) == [3, 4]
     assert len(adds) == 2 * 4, "four micro-batches a step"
     ended = lab.elsewhere("stopped").run(fault=signal_at_step(4), PROFILE_STEPS="1:1000")
-    assert ended.status == 128 + signal.SIGTERM
+    assert ended.status == 128 + signal.SIGTERM and "stopped by signal 15" in ended.out
+    assert steps(read(ended.directory / "trace_rank0.json")) == [1, 2, 3, 4]
     assert json.loads((ended.directory / "profile_rank0.json").read_text())["traceEvents"]
