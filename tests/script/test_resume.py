@@ -284,11 +284,3 @@ def test_a_signal_in_the_last_validation_of_training_is_heard(lab: Lab) -> None:
     assert ended.status == 128 + signal.SIGTERM
     assert ended.out.splitlines()[-1] == f"stopped by signal 15; continue with RESUME={ended.directory}"
     assert re.search("^step:6/6 val_loss", ended.out, re.M) and "gptq:" not in ended.out
-
-
-def test_a_run_directory_that_is_removed_under_way_is_made_again(lab: Lab, finished: Ended) -> None:
-    remove = "import shutil; shutil.rmtree('runs', ignore_errors=True)"
-    fault = before("torch.optim.AdamW.step", remove)
-    ended = lab.succeed(fault=fault, EVAL_STRIDE=0, TTT_ENABLED=0)
-    assert ended.summary["artifact"] == finished.summary["artifact"]
-    assert ended.summary["losses"]["roundtrip"] == finished.summary["losses"]["roundtrip"]
