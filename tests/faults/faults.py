@@ -27,13 +27,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import shards
 from tests.support import tiny
+from tests.support.planted import before
 from tests.support.processes import PRELOAD, SERVER, Ended, Hung, Lab, Started, keep_what_scripts_give
 
 Kind = Callable[[Lab, Ended, random.Random], None]
 SHARD_TOKENS = 400  # so that a step needs one or two
 SAVING: dict[str, Any] = {"CHECKPOINT_EVERY_SECONDS": 0.02}
-SLOW = "import time, torch\nstep = torch.optim.AdamW.step\n"
-SLOW += "def slow(*given):\n    time.sleep(0.05); return step(*given)\ntorch.optim.AdamW.step = slow\n"
+SLOW = "import time\n" + before("torch.optim.AdamW.step", "time.sleep(0.05)")
 MARKS = {  # what a run has printed when a phase begins, of a run that begins at the first step
     "setup": "", "warm-up": "seed:", "train": "step:1/", "late in training": "step:5/", "hessians": "step:6/",
     "quantize": "peak memory", "test-time training": "artifact_bytes", "sliding window": "legal_ttt_exact",
@@ -55,24 +55,15 @@ def full(path, mode="r", *given, **more):
     return file if "b" in mode else io.TextIOWrapper(file, encoding="utf-8")
 builtins.open = full
 """
-READ_ONLY = """
-import builtins, errno
-real = builtins.open
-def no_write(path, mode="r", *given, **more):
-    if mode != "rb" and mode != "r" and str(path).startswith(os.environ["DATA_PATH"]):
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
-    return real(path, mode, *given, **more)
-builtins.open = no_write
-"""
-SLOW_SHARDS = """
-import builtins, time
-real = builtins.open
-def late(path, *given, **more):
-    if str(path).endswith(".bin"):
+READ_ONLY = before("builtins.open", """
+    if [*given, "r"][1] not in ("r", "rb") and str(given[0]).startswith(os.environ["DATA_PATH"]):
+        raise OSError(30, "Read-only file system", str(given[0]))
+""")  # fmt: skip
+SLOW_SHARDS = before("builtins.open", """
+    if str(given[0]).endswith(".bin"):
+        import time
         time.sleep(SECONDS)
-    return real(path, *given, **more)
-builtins.open = late
-"""
+""")  # fmt: skip
 JUMPS = "import time, itertools\njumps = itertools.cycle([0.0, 2e9, 5.0])\ntime.time = lambda: next(jumps)\n"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.faults import KINDS, matrix
+from tests.support.planted import full_disk
 from tests.support.processes import Ended, Lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -23,10 +24,7 @@ def test_the_fault_matrix(tmp_path: Path) -> None:
     "name", ["log.txt", "metrics.jsonl", "config.env", "train_gpt.py", "train_gpt.shipped.py", "model.bin"]
 )
 def test_a_disk_that_is_full_at_one_file(name: str, lab: Lab, finished: Ended) -> None:
-    fault = "import builtins, errno\nreal = builtins.open\ndef full(path, mode='r', *rest, **more):\n"
-    fault += f"    if mode[0] in 'wa' and str(path).strip('.').endswith(({name!r}, {name + '.tmp'!r})):\n"
-    fault += "        raise OSError(errno.ENOSPC, 'No space left on device', str(path))\n"
-    ended = lab.run(fault=fault + "    return real(path, mode, *rest, **more)\nbuiltins.open = full\n")
+    ended = lab.run(fault=full_disk(name, f"{name}.tmp"))
     if name in ("log.txt", "metrics.jsonl"):  # a line lost, never a run
         assert ended.status == 0 and ended.summary["losses"] == finished.summary["losses"]
     else:

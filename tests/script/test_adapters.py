@@ -14,11 +14,13 @@ import torch
 from torch.nn import functional as F
 
 import train_gpt
+from tests.support.before import before
 from tests.support.waiting import DEADLINE_SECONDS
 from tools.check.findings import Level, Mode
 from tools.prove import probes, tiny
 from train_gpt import (
     BOS_ID,
+    GPT,
     Config,
     DocumentAdapters,
     DocumentScorer,
@@ -80,7 +82,7 @@ class PlainAdapters:
                 weight -= c.ttt_lora_lr * (gradient / size + c.ttt_weight_decay * weight)
 
 
-class PlainModel(train_gpt.GPT):
+class PlainModel(GPT):
     """The model with one document's adapters, added where its own code knows nothing of them."""
 
     plain: PlainAdapters
@@ -223,8 +225,8 @@ class Together(Machine):
         return self.values
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_ranks_together_write_the_ledger_of_one(ranks: int) -> None:
+def test_ranks_together_write_the_ledger_of_one() -> None:
+    ranks = 8
     lab = subject(TTT_BATCH_SIZE=2)
     tokens = lab.tokens()
     Together.meeting = threading.Barrier(ranks, timeout=DEADLINE_SECONDS)
@@ -269,16 +271,17 @@ def test_batches_are_dealt_before_anything_is_scored_and_evenly() -> None:
 def test_a_rank_tells_how_much_of_its_own_documents_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would say twice the time that is left, if it counted those of its peer. The last line counts all."""
 
-    class WithPeer(Machine):
-        def gather(self, value: Any) -> list[Any]:
-            """The peer has scored the rest."""
-            rest = np.concatenate(scorer_of(lab, tokens, Machine(1, 2)).batches_of_rank())
-            return [value, [(mine.begins[i], np.ones(mine.lengths[i])) for i in rest]]
-
     lab = subject(TTT_BATCH_SIZE=1)
     tokens = lab.tokens()
+
+    def with_peer(_: Machine, value: Any) -> list[Any]:
+        """The peer has scored the rest."""
+        rest = np.concatenate(scorer_of(lab, tokens, Machine(1, 2)).batches_of_rank())
+        return [value, [(mine.begins[i], np.ones(mine.lengths[i])) for i in rest]]
+
+    monkeypatch.setattr(Machine, "gather", with_peer)
     model = lab.model()
-    model.machine = WithPeer(0, 2)
+    model.machine = Machine(0, 2)
     mine = scorer_of(lab, tokens, model.machine)
     own_targets = sum(int(mine.lengths[batch].sum()) for batch in mine.batches_of_rank())
     seconds = itertools.count()
@@ -294,16 +297,15 @@ def test_a_rank_tells_how_much_of_its_own_documents_is_scored(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("of_peer", ["nothing", "the same"])
-def test_a_target_that_not_one_rank_has_scored_is_an_error(of_peer: str) -> None:
+def test_a_target_that_not_one_rank_has_scored_is_an_error(
+    of_peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing would be a perfect score, and the sum of two a wrong one."""
-
-    class WrongPeer(Machine):
-        def gather(self, value: Any) -> list[Any]:
-            return [value, value if of_peer == "the same" else []]
-
+    of_both = {"nothing": lambda _, value: [value, []], "the same": lambda _, value: [value, value]}
+    monkeypatch.setattr(Machine, "gather", of_both[of_peer])
     lab = subject(TTT_BATCH_SIZE=1)
     model = lab.model()
-    model.machine = WrongPeer(0, 2)
+    model.machine = Machine(0, 2)
     with pytest.raises(ValueError, match=r"each is scored once|targets were never scored"):
         train_gpt.score_ttt(model, lab.tokens(), lab.config).score(1)
 
@@ -411,7 +413,7 @@ def test_every_rank_compiles_all_before_the_clock(mode: str, rank: int, ranks: i
     else:  # as many graphs as a rank that is alone
         model.machine = Noting(compiled=True)
         train_gpt.rehearse_evaluation(model, lab.config, train_gpt.Run(model.machine))
-        learnt = {key for key in seen if key[0] is train_gpt.GPT.loss}  # its rows are shared out to the ranks
+        learnt = {key for key in seen if key[0] is GPT.loss}  # its rows are shared out to the ranks
         assert seen - learnt == before - learnt and bool(learnt) == (mode == "sgd")
 
 
@@ -419,13 +421,7 @@ def test_triton_meets_no_size_that_is_no_multiple_of_16(monkeypatch: pytest.Monk
     """It would compile its kernels once more for such a size, inside the clock."""
     lab = subject(TTT_CHUNK_SIZE=5, EVAL_SEQ_LEN=24)
     lengths: list[int] = []
-    forward = train_gpt.GPT.forward
-
-    def watched(model: Any, inputs_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
-        lengths.append(inputs_BT.size(1))
-        return forward(model, inputs_BT, *rest)
-
-    monkeypatch.setattr(train_gpt.GPT, "forward", watched)
+    before(monkeypatch, GPT, "forward", lambda _, ids_BT, *__, **___: lengths.append(ids_BT.size(1)))
     lab.nats("score_ttt", lab.tokens())
     assert set(lengths) == {16, 32}
 
@@ -436,25 +432,20 @@ class Worked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, slowness: float = 1.0) -> None:
         self.now = 0.0
         self.slowness = slowness
-        forward = train_gpt.GPT.forward
-
-        def worked(*given: Any, **named: Any) -> torch.Tensor:
-            self.now += self.slowness * (3 if torch.is_grad_enabled() else 1)
-            return forward(*given, **named)
-
-        monkeypatch.setattr(train_gpt.GPT, "forward", worked)
+        monkeypatch.setattr(Machine, "gather", lambda of, value: [value] if of.world_size == 1 else [[], []])
+        before(monkeypatch, GPT, "forward", self.work)
         monkeypatch.setattr(train_gpt.ScoreClock, "seconds", lambda _: self.now)
+
+    def work(self, *_: Any, **__: Any) -> None:
+        """Another pass."""
+        self.now += self.slowness * (3 if torch.is_grad_enabled() else 1)
 
     def score(self, lab: probes.Subject, tokens: np.ndarray, limit: float, rank: int = 0) -> Any:
         """The clock and the nats of a rank, which is the only one, or has a peer that scores the rest."""
 
-        class WithPeer(Machine):
-            def gather(self, value: Any) -> list[Any]:
-                return [[], []]
-
         self.now = 0.0
         model = lab.model()
-        model.machine = WithPeer(rank, 2) if self.slowness != 1 or rank else Machine()
+        model.machine = Machine(rank, 2) if self.slowness != 1 or rank else Machine()
         clock = train_gpt.ScoreClock(probes.RecordingRun(), "legal_ttt", 0, limit)
         return clock, np.array(lab.scorers["score_ttt"](model, tokens, lab.config, clock).nats)
 
@@ -484,7 +475,7 @@ def test_batches_without_time_left_are_scored_without_learning(monkeypatch: pyte
     frozen = train_gpt.ScoreClock(clock.run, "", 0, math.inf, dict.fromkeys(clock.modes, 0))
     plain = train_gpt.score_ttt(lab.model(), tokens, lab.config, frozen).nats
     counts = []
-    for limit in np.linspace(least, most, 6):
+    for limit in np.linspace(least, most, 4):
         clock, nats = worked.score(lab, tokens, limit)
         assert limit - 5 < worked.now <= limit
         for begin, end in itertools.pairwise(borders):
@@ -513,16 +504,3 @@ def test_a_slow_rank_learns_less_and_plain_chunks_are_half_a_window(monkeypatch:
     assert places == [(0, 0, 16), (0, 16, 32), (16, 32, 48)]
     (only,) = scorer.chunks(np.array([0]), learning=False)
     assert only.stop == scorer.lengths[0] == 8
-
-
-@pytest.mark.parametrize("followed", [True, False])
-def test_modes_of_an_earlier_score_are_repeated_whatever_the_clock_says(followed: bool) -> None:
-    lab = subject()
-    tokens = lab.tokens()
-    clock = train_gpt.ScoreClock(probes.RecordingRun(), "legal_ttt", 0)
-    whole = train_gpt.score_documents(lab.model(), tokens, lab.config, clock)
-    modes = dict.fromkeys(clock.modes, 0) if followed else {}
-    again = train_gpt.ScoreClock(probes.RecordingRun(), "legal_ttt", 0, math.inf, modes)
-    nats = train_gpt.score_documents(lab.model(), tokens, lab.config, again).nats
-    assert np.array_equal(nats, whole.nats) == (not followed)
-    assert again.modes == (modes or clock.modes)

@@ -12,9 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -42,17 +42,9 @@ class Desk:
         self.patches: list[Any] = []  # of what cannot be made to fail by a file
         self.arguments: list[str] = []
 
-    def file(self, name: str, content: bytes | str) -> Path:
-        """A file of this folder."""
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
-
-    def artifact(self, change: Callable[[bytes], bytes]) -> dict[str, object]:
-        """EVAL_ONLY of a changed copy of a good artifact."""
-        content = (self.finished.directory / "model.bin").read_bytes()
-        return {"EVAL_ONLY": self.file("model.bin", change(content))}
+    def artifact(self) -> dict[str, object]:
+        """EVAL_ONLY of a good artifact."""
+        return {"EVAL_ONLY": self.finished.directory / "model.bin"}
 
     def unfinished(self) -> Path:
         """A run directory with a checkpoint, as far as one is read before data are."""
@@ -95,22 +87,13 @@ def case(name: str, make: Callable[[Desk], dict[str, object] | None], cause: str
     return Case(name, lambda desk: make(desk) or {}, tuple(cause.split("|")), tuple(remedy.split("|")))
 
 
-def config_file(desk: Desk, line: str) -> dict[str, object]:
-    """A file of one line, named by CONFIG."""
-    return {"CONFIG": desk.file("my.env", line + "\n")}
+def data_file(file: str, content: bytes, cause: str, remedy: str) -> Case:
+    """A file of the dataset with another content."""
+    return case(f"{file}: {content[:12]!r}", lambda desk: write(desk.data / file, content), cause, remedy)
 
 
-def data_file(file: str, content: bytes | None, cause: str, remedy: str) -> Case:
-    """A file of the dataset with another content; None: there is none."""
-
-    def make(desk: Desk) -> None:
-        path = desk.data / file
-        path.unlink(missing_ok=True)
-        if content is not None:
-            path.write_bytes(content)
-
-    shown = "none" if content is None else content[:12]
-    return case(f"{file}: {shown!r}", make, cause, remedy)
+def write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
 
 
 def without_training_shards(desk: Desk) -> None:
@@ -168,16 +151,8 @@ def directory_with(desk: Desk, *files: str) -> None:
         (desk.runs / "run" / name).write_bytes(b"")
 
 
-def in_its_place_a_dead_link(desk: Desk) -> None:
-    desk.runs.mkdir()
-    (desk.runs / "run").symlink_to("nowhere")
-
-
-Usage = namedtuple("Usage", "total used free")
-
-
 def disk_with_no_room(desk: Desk) -> None:
-    desk.patches.append(mock.patch("shutil.disk_usage", lambda path: Usage(9, 9, 0)))
+    desk.patches.append(mock.patch("shutil.disk_usage", lambda path: SimpleNamespace(free=0)))
 
 
 def mkdir_fails(desk: Desk) -> None:
@@ -205,12 +180,7 @@ def artifact_of_another_tokenizer(desk: Desk) -> dict[str, object]:
     (desk.data / "manifest.json").unlink()
     content = (desk.data / "tokenizer.model").read_bytes()
     (desk.data / "tokenizer.model").write_bytes(content.replace(b"\xe2\x96\x81", b"\xe2\x96\x82", 5))
-    return desk.artifact(lambda content: content)
-
-
-def older(content: bytes) -> bytes:
-    """The artifact of another version."""
-    return content[:7] + b"\1" + content[8:]
+    return desk.artifact()
 
 
 OTHERS = json.dumps({"tokenizer": {"sha256": "0" * 64}}).encode()  # a manifest of another tokenizer
@@ -219,22 +189,16 @@ NAME = "set another RUN_ID"
 
 CASES = [
     # settings
-    setting("ITERATIONS='abc'", "expected int", ITERATIONS="abc"),
-    setting("TRAIN_BATCH_TOKENS=224", "expected a multiple of", TRAIN_BATCH_TOKENS=224),
     setting("too many for ARTIFACT_BYTES_MAX", "raise ARTIFACT_BYTES_MAX", ARTIFACT_BYTES_MAX=20_000),
-    setting("ATTENTION=fa3", "set auto", ATTENTION="fa3"),
-    case("RESUME and EVAL_ONLY", lambda desk: {"RESUME": desk.unfinished(), **desk.artifact(bytes)},
+    case("RESUME and EVAL_ONLY", lambda desk: {"RESUME": desk.unfinished(), **desk.artifact()},
          "RESUME=|EVAL_ONLY=", "either RESUME or EVAL_ONLY"),
     case("--seed 3", argument("--seed", "3"), "'--seed', '3'", "SEED=42 python"),
     *([] if torch.cuda.is_available() else [setting("DEVICE=cuda", "DEVICE=cpu", DEVICE="cuda")]),
     # config files
     setting("CONFIG=no/file.env|No such file", "name a file of KEY=VALUE lines", CONFIG="no/file.env"),
-    case("not KEY=VALUE", lambda desk: config_file(desk, "SEED 5"), "my.env line 1|'SEED 5'", "KEY=VALUE"),
     # shards
     setting("no/such folder/", "set DATA_PATH|make demo|data/fineweb.py", DATA_PATH="no/such folder"),
-    setting("no token shard", "set DATA_PATH", DATA_PATH="x" * 5000),
     case("no training shards", without_training_shards, "fineweb_train_|no token shard", "set DATA_PATH"),
-    data_file(VAL, None, "fineweb_val_|no token shard", "set DATA_PATH"),
     data_file(VAL, b"<!DOCTYPE html><html><body>404</body></html>", VAL, FETCH),
     case("truncated", truncated, "fineweb_train_000001.bin", FETCH),
     case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "VOCAB_SIZE=320|tokenizer"),
@@ -261,13 +225,11 @@ CASES = [
     # peers
     case("no launcher", a_world_of_one, "WORLD_SIZE=2|RANK expected", "use torchrun"),
     setting(str(SCRIPT), "of its run", EVAL_ONLY=SCRIPT),
-    case("older", lambda desk: desk.artifact(older), "version 0.5.4", "of its run"),
     case("other tokenizer", artifact_of_another_tokenizer, "TOKENIZER_PATH=|EVAL_ONLY's", "name that"),
     # run directories
     case("finished", lambda desk: directory_with(desk, "summary.json"), "RUN_ID=run|runs/run exists", NAME),
     case("unfinished", lambda desk: directory_with(desk, "checkpoint.pt"), "exists", f"RESUME=|{NAME}"),
-    case("a dead link", in_its_place_a_dead_link, "runs/run exists", NAME),
-    case("runs is a file", lambda desk: {"RUNS_DIR": desk.file("a file", "")}, "a file: a run needs a folder",
+    case("runs is a file", lambda desk: {"RUNS_DIR": desk.data / TRAIN}, "a run needs a folder",
          "set RUNS_DIR"),
     case("other code", lambda desk: {"RESUME": desk.unfinished()}, "code is ", "RESUME_OTHER_CODE=1"),
     # the disk
@@ -333,16 +295,13 @@ for number in (1, 2):
 
 
 def test_a_closed_console_and_odd_paths_end_no_run(lab: Lab) -> None:
-    assert lab.run(fault=NOBODY_READS, EVAL_STRIDE=0, TTT_ENABLED=0).status == 0
-    summary = json.loads((lab.folder / "runs" / "run" / "summary.json").read_text())
-    log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
-    assert summary["exit"] == "finished" and "step:6/6" in log and "done: " in log
     folder = lab.folder / "two words, ümlaut 中 # end"
     folder.mkdir()
     lab = Lab(folder, lab.copy_dataset("中 data [1]*").dataset)
-    ended = lab.succeed(EVAL_STRIDE=0, TTT_ENABLED=0)
+    ended = lab.succeed(fault=NOBODY_READS, EVAL_STRIDE=0, TTT_ENABLED=0)
     log = (ended.directory / "log.txt").read_text("utf-8")
-    assert str(folder) in log and "done: " in log
+    assert ended.summary["exit"] == "finished"
+    assert all(words in log for words in ("step:6/6", str(folder), "done: "))
     run = train_gpt.Run(train_gpt.Machine(), ended.directory)
     assert run.ways_on() == f"continue with EVAL_ONLY={shlex.quote(str(ended.directory))}/model.bin"
     found = {"DATA_PATH": None, "TOKENIZER_PATH": None, "CONFIG": None}  # in its config.env
@@ -353,14 +312,13 @@ ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": 0, "PYTHONUTF8": 0}
 # How text is written is decided when Python starts: each turn is a fork of one fresh interpreter.
 IN_TURN = """
 import os, runpy, sys, torch
-turns = [([], {}), (["--help"], {}), ([], {b"DATA_PATH": "/d\\xe4t\\xe4".encode("utf-8")})]
-for number, (arguments, changes) in enumerate(turns):
+for number, changes in enumerate([{}, {b"DATA_PATH": "/d\\xe4t\\xe4".encode("utf-8")}]):
     child = os.fork()
     if child == 0:
         for descriptor, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{name}{number}", os.O_WRONLY | os.O_CREAT), descriptor)
         os.environb.update(changes)
-        sys.argv = [sys.argv[1], *arguments]
+        del sys.argv[0]
         runpy.run_path(sys.argv[0], run_name="__main__")
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -372,12 +330,12 @@ def test_a_locale_that_is_not_utf_8(lab: Lab) -> None:
         [sys.executable, "-c", IN_TURN, str(SCRIPT)], env=settings, cwd=lab.folder, stdin=subprocess.DEVNULL,
         capture_output=True, timeout=DEADLINE_SECONDS,
     )  # fmt: skip
-    assert done.stdout == b"0\n0\n1\n", (done.stdout, done.stderr)
-    outs = [(lab.folder / f"out{turn}").read_bytes() for turn in range(3)]
-    errs = [(lab.folder / f"err{turn}").read_bytes() for turn in range(3)]
-    assert b"final_int" in outs[0] and b"done: " in outs[0] and b"MATRIX_LR" in outs[1]
+    assert done.stdout == b"0\n1\n", (done.stdout, done.stderr)
+    outs = [(lab.folder / f"out{turn}").read_bytes() for turn in range(2)]
+    errs = [(lab.folder / f"err{turn}").read_bytes() for turn in range(2)]
+    assert b"final_int" in outs[0] and b"done: " in outs[0]
     # Python itself cannot read the name of the last one there.
-    assert errs[0] == errs[1] == b"" and errs[2].startswith(b"error: DATA_PATH=")
+    assert errs[0] == b"" and errs[1].startswith(b"error: DATA_PATH=")
 
 
 def test_a_gpu_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,15 +112,14 @@ def test_wrong_sidecar_refused(settings: dict[str, str], damage: Callable[[Path]
     ("shards", "of another rank"),
     ("dtype", "torch.bfloat16"),
 ])  # fmt: skip
-def test_ranks_count_the_same_bytes_and_compute_alike(name: str, theirs: str, made: dict[str, str]) -> None:
+def test_ranks_count_the_same_bytes_and_compute_alike(
+    name: str, theirs: str, made: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
 
-    class Two(Machine):
-        def gather(self, mine: object) -> list[object]:
-            if isinstance(mine, dict):
-                assert name in mine
-                return [mine, {**mine, name: theirs}]
-            return [mine, mine]
+    def of_two(_: Machine, mine: Any) -> list[Any]:
+        return [mine, {**mine, name: theirs}] if isinstance(mine, dict) and name in mine else [mine, mine]
 
+    monkeypatch.setattr(Machine, "gather", of_two)
     with pytest.raises(train_gpt.ConfigError, match=re.escape(f"{name} is {theirs} on rank 1")):
-        train_gpt.preflight(Config.from_env(made), train_gpt.Run(Two()), "")
+        train_gpt.preflight(Config.from_env(made), train_gpt.Run(Machine()), "")

@@ -23,6 +23,7 @@ import train_gpt
 from tests.support import attention_packages, tiny
 from tests.support.loaders import write_shards
 from tests.support.models import random_batches, tiny_config
+from tests.support.planted import before
 from train_gpt import GPT, Config, Machine, Ops, StepResult
 
 # --- no step waits for the device ---
@@ -403,14 +404,7 @@ def test_a_wait_is_of_its_own_step_and_late_recurrence_in_reserve(monkeypatch: p
         assert device.free <= 10 + 2 * 0.1, "at most what the last two steps took longer"
 
 
-COUNTED_CHOICES = """
-import torch
-vjp = torch.autograd.functional.vjp
-def counted(*given, **more):
-    print("a form is looked at", flush=True)
-    return vjp(*given, **more)
-torch.autograd.functional.vjp = counted
-"""
+COUNTED_CHOICES = before("torch.autograd.functional.vjp", 'print("a form is looked at", flush=True)')
 
 
 def test_kernels_are_chosen_once_in_a_run(lab: Any) -> None:

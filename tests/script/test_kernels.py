@@ -13,7 +13,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
+from tests.support.fake_gpu import Card
 from tests.support.models import tiny_config
 from tests.support.waiting import DEADLINE_SECONDS
 
@@ -41,7 +41,7 @@ needs_runnable_kernels = pytest.mark.skipif(
 # (tokens, model dim, hidden) and slope: the least there is, primes, tile edges, more tiles than programs.
 MLP_CASES = [
     ((1, 8, 8), 0.5), ((2, 8, 24), 0.0), ((37, 16, 56), 0.3), ((128, 64, 256), -0.25), ((97, 40, 136), 0.5),
-    ((131, 264, 8), 0.3), ((300, 136, 520), 0.5),
+    ((131, 264, 8), 0.3), ((140, 72, 264), 0.5),
 ]  # fmt: skip
 SCALE = 0.8  # of the norm before the MLP
 
@@ -218,24 +218,6 @@ def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
 SMALL = tiny_config(MODEL_DIM=16, MLP_MULT=2, ROPE_DIMS=8, TRAIN_SEQ_LEN=16, COMPILE=0)
 
 
-class CallsItselfGpu(train_gpt.Machine):
-    """A CPU that calls itself a GPU."""
-
-    @property
-    def on_gpu(self) -> bool:
-        return True
-
-
-@dataclasses.dataclass(frozen=True)
-class OneOfMany(CallsItselfGpu):
-    """One that is told what its peers found: for each form their errors, each with a message."""
-
-    peers: Iterator[list[tuple[float, str]]] = dataclasses.field(kw_only=True)
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, *next(self.peers)]
-
-
 def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, starts: Tensor) -> Tensor:
     """Attention by where rows and documents begin, as the kernels for GPUs take it."""
     positions_BT = torch.arange(q_BTHE.size(0) * q_BTHE.size(1)).view(q_BTHE.shape[:2])
@@ -292,7 +274,7 @@ def test_attention_is_tried_in_order(monkeypatch: pytest.MonkeyPatch, doc_mask: 
     *absent, installed = tried.split()
     attention = train_gpt.attention_sdpa if installed == "sdpa" else packed_attention
     found = {name: attention for name in ("fa3", "varlen", "fa2", "sdpa") if name not in absent}
-    attend, report, looked_at = attention_of(monkeypatch, CallsItselfGpu(), found, doc_mask=doc_mask)
+    attend, report, looked_at = attention_of(monkeypatch, Card(), found, doc_mask=doc_mask)
     assert attend is attention and looked_at == tried.split()
     reasons = "".join(f"{name} ModuleNotFoundError: no {name} | " for name in absent)
     assert report[0].startswith(f"attention:{installed} tried: {reasons}{installed} error:")
@@ -308,7 +290,7 @@ def test_what_is_installed_and_refused_is_passed_over_loudly(
 ) -> None:
     """FlashAttention-3 that nobody can use costs a paid run a tenth of its steps: the log must warn."""
     found = {"fa3": wrong, "varlen": packed_attention}
-    attend, (line, *more), looked_at = attention_of(monkeypatch, CallsItselfGpu(), found)
+    attend, (line, *more), looked_at = attention_of(monkeypatch, Card(), found)
     assert attend is packed_attention and looked_at == ["fa3", "varlen"]
     assert re.fullmatch(rf"attention:varlen tried: fa3 {reason} \| varlen error:\S+", line)
     (warning,) = [other for other in more if other.startswith("warning")]
@@ -317,7 +299,7 @@ def test_what_is_installed_and_refused_is_passed_over_loudly(
     with pytest.raises(
         train_gpt.ConfigError, match=rf"^ATTENTION=fa3: fa3 {reason}; lower MICRO_BATCH_TOKENS"
     ):
-        attention_of(monkeypatch, CallsItselfGpu(), found, attention="fa3")
+        attention_of(monkeypatch, Card(), found, attention="fa3")
     attend, (line, *_), _ = attention_of(monkeypatch, train_gpt.Machine(), found, attention="varlen")
     assert attend is packed_attention and line.startswith("attention:varlen tried: varlen error:")
 
@@ -332,7 +314,7 @@ def test_attention_that_looks_across_documents_is_refused(monkeypatch: pytest.Mo
     torch.manual_seed(0)
     found = {"fa3": across, "varlen": packed_attention}
     attend, (line, *_), _ = attention_of(
-        monkeypatch, CallsItselfGpu(), found, train_seq_len=512, micro_batch_tokens=2048
+        monkeypatch, Card(), found, train_seq_len=512, micro_batch_tokens=2048
     )
     assert attend is packed_attention and line.startswith("attention:varlen tried: fa3 error:")
 
@@ -355,23 +337,30 @@ def test_attention_on_the_first_tokens_shows_faults(doc_mask: bool, monkeypatch:
         attention_of(monkeypatch, train_gpt.Machine(), {"fa3": later_values_leak}, **settings)
 
 
+def peers_found(monkeypatch: pytest.MonkeyPatch, *found: list[Any]) -> None:
+    """One rank is told what its peers found: of each form their errors with a message, or times."""
+    told = iter(found)
+    monkeypatch.setattr(train_gpt.Machine, "gather", lambda _, value: [value, *next(told)])
+
+
 def test_the_worst_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A form that is right here is not taken where a peer found it wrong, or could not run it."""
     found = {"fa3": packed_attention, "varlen": packed_attention}
     good = [(0.0, ""), (0.0, "")]
     of_attention = [[(0.0, ""), (0.5, "error:5.0e-01")], [(0.0, "error:0.0e+00"), (0.01, "fair")]]
-    peers = iter([*of_attention, good, good])  # MLP and heads follow
-    _, (line, warning, *_), _ = attention_of(monkeypatch, OneOfMany(peers=peers), found)
+    peers_found(monkeypatch, *of_attention, good, good)  # MLP and heads follow
+    _, (line, warning, *_), _ = attention_of(monkeypatch, Card(), found)
     assert line == "attention:varlen tried: fa3 error:5.0e-01 | varlen fair"
     assert warning == "warning: attention: fa3 is installed, but refused: error:5.0e-01"
-    peers = iter([[(math.inf, "OSError: no kernel here")]])
+    peers_found(monkeypatch, [(math.inf, "OSError: no kernel here")])
     with pytest.raises(train_gpt.ConfigError, match="ATTENTION=fa3: fa3 OSError: no kernel here"):
-        attention_of(monkeypatch, OneOfMany(peers=peers), found, attention="fa3")
+        attention_of(monkeypatch, Card(), found, attention="fa3")
     # Where nothing agrees, all reasons are told.
+    monkeypatch.setattr(train_gpt.Machine, "gather", lambda _, value: [value])
     reasons = (r"^ATTENTION=auto: fa3 ModuleNotFoundError: no fa3 \| varlen RuntimeError: PTXAS error \| "
                r"fa2 ModuleNotFoundError: no fa2 \| sdpa error:inf; lower MICRO_BATCH_TOKENS")  # fmt: skip
     with pytest.raises(train_gpt.ConfigError, match=reasons):
-        attention_of(monkeypatch, CallsItselfGpu(), {"varlen": broken, "sdpa": not_a_number})
+        attention_of(monkeypatch, Card(), {"varlen": broken, "sdpa": not_a_number})
 
 
 @pytest.mark.parametrize("asked", ["auto", "0"])
@@ -388,12 +377,12 @@ def test_a_cpu_has_the_plain_forms_and_tries_nothing(monkeypatch: pytest.MonkeyP
 
 def test_a_gpu_takes_the_kernel_of_the_mlp_by_itself_in_bfloat16_alone() -> None:
     """In fp32 it multiplies without TF32, which plain products have."""
-    in_bfloat16 = CallsItselfGpu(dtype=torch.bfloat16)
+    in_bfloat16 = Card(dtype=torch.bfloat16)
     assert train_gpt.forms_to_try("fused_mlp", SMALL, in_bfloat16) == ["kernel", "plain"]
-    assert train_gpt.forms_to_try("fused_mlp", SMALL, CallsItselfGpu()) == ["plain"]
-    assert train_gpt.forms_to_try("fused_heads", SMALL, CallsItselfGpu()) == ["kernel", "plain"]
+    assert train_gpt.forms_to_try("fused_mlp", SMALL, Card()) == ["plain"]
+    assert train_gpt.forms_to_try("fused_heads", SMALL, Card()) == ["kernel", "plain"]
     asked = dataclasses.replace(SMALL, fused_mlp="1")
-    assert train_gpt.forms_to_try("fused_mlp", asked, CallsItselfGpu()) == ["kernel"]
+    assert train_gpt.forms_to_try("fused_mlp", asked, Card()) == ["kernel"]
 
 
 NAMES = {"mlp_fused": "kernel", "mlp_plain": "plain"}
@@ -433,7 +422,7 @@ def mlp_of(
 ])  # fmt: skip
 def test_a_gpu_takes_the_fastest_form_it_may_have(asked: str, times_ms: tuple[float, ...], form: str) -> None:
     """The line tells of each how far it is from the plain one, and how long it lasts."""
-    name, line = mlp_of(CallsItselfGpu(), times_ms, fused_mlp=asked)
+    name, line = mlp_of(Card(), times_ms, fused_mlp=asked)
     assert name == form and line.startswith(f"fused_mlp:{form} tried: ")
     timed = zip(train_gpt.FORMS["fused_mlp"], map(str, times_ms), strict=True) if asked == "auto" else ()
     assert re.findall(r"(\w+) (\d)\.00 ms", line) == [*timed]
@@ -442,15 +431,16 @@ def test_a_gpu_takes_the_fastest_form_it_may_have(asked: str, times_ms: tuple[fl
 @needs_runnable_kernels
 def test_the_slowest_rank_decides_and_a_fast_wrong_form_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     for ours, theirs in (((1, 3), (9, 2)), ((9, 2), (1, 3))):
-        peers = iter([*[[(0.0, "")]] * 2, *([ms] for ms in theirs)])
-        name, line = mlp_of(OneOfMany(peers=peers), ours)
+        with monkeypatch.context() as patch:
+            peers_found(patch, *[[(0.0, "")]] * 2, *([ms] for ms in theirs))
+            name, line = mlp_of(Card(), ours)
         assert name == "plain" and line.endswith(" | kernel 9.00 ms | plain 3.00 ms")
     # On a CPU nothing is timed: the first that agrees.
     name, line = mlp_of(train_gpt.Machine(), fused_mlp="1")
     assert name == "kernel" and " ms" not in line
     right = train_gpt.mlp_fused
     monkeypatch.setattr(train_gpt, "mlp_fused", lambda *inputs: 1.5 * right(*inputs))
-    name, line = mlp_of(CallsItselfGpu(), (1, 2))
+    name, line = mlp_of(Card(), (1, 2))
     assert name == "plain" and line.startswith("fused_mlp:plain tried: kernel error:5.0e-01 | plain ")
 
 
@@ -458,7 +448,7 @@ def test_the_slowest_rank_decides_and_a_fast_wrong_form_is_not_taken(monkeypatch
 @pytest.mark.parametrize(("asked", "form"), [("auto", "kernel"), ("0", "plain"), ("1", "kernel")])
 def test_fused_heads_is_what_was_asked_for(asked: str, form: str) -> None:
     config = dataclasses.replace(SMALL, fused_heads=asked)
-    ops, (line,) = train_gpt.choose_form("fused_heads", train_gpt.Ops(), config, CallsItselfGpu())
+    ops, (line,) = train_gpt.choose_form("fused_heads", train_gpt.Ops(), config, Card())
     assert (ops.heads is train_gpt.heads_fused) == (ops.xsa is train_gpt.xsa_fused) == (form == "kernel")
     assert line.startswith(f"fused_heads:{form} tried: {form} error:") and "|" not in line
 
@@ -472,7 +462,7 @@ def test_without_triton_a_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     with pytest.raises(train_gpt.ConfigError, match=rf"^{setting}=1: kernel AttributeError: .*set auto"):
         train_gpt.fast_ops(config, train_gpt.Machine())
     config = dataclasses.replace(SMALL, attention="sdpa")
-    chosen = train_gpt.fast_ops(config, CallsItselfGpu(dtype=torch.bfloat16))
+    chosen = train_gpt.fast_ops(config, Card(dtype=torch.bfloat16))
     assert chosen.ops == train_gpt.Ops()
     assert f"warning: {name}: kernel is installed, but refused: AttributeError: " in "\n".join(chosen.report)
     assert "ATTENTION=sdpa" not in "\n".join(chosen.report), "what was asked for needs no warning"
@@ -500,7 +490,7 @@ def test_a_form_is_tried_as_the_model_will_hold_it(monkeypatch: pytest.MonkeyPat
     """In one compiled graph, both passes, called by a model: what works by another path may fail there."""
     seen = []
 
-    class Compiles(CallsItselfGpu):
+    class Compiles(Card):
         def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
             compiled = torch.compile(function, backend="aot_eager", dynamic=False, fullgraph=True)
 
@@ -549,7 +539,7 @@ def test_auto_keeps_only_what_is_right(monkeypatch: pytest.MonkeyPatch, wrong: t
         return [result * (1.04 if (len(given), factors is not None) == wrong else 1.0) for result in results]
 
     monkeypatch.setattr(train_gpt, "linear_leaky_square", faulty)
-    name, line = mlp_of(CallsItselfGpu())
+    name, line = mlp_of(Card())
     assert name == "plain"
     told = r"fused_mlp:plain tried: kernel error:\S+ \| plain error:0.0e\+00"
     assert re.fullmatch(told, line)
@@ -573,27 +563,10 @@ def test_auto_keeps_only_heads_that_are_right(
         return results
 
     monkeypatch.setattr(train_gpt, name, faulty)
-    ops, (line, warning) = train_gpt.choose_form("fused_heads", train_gpt.Ops(), SMALL, CallsItselfGpu())
+    ops, (line, warning) = train_gpt.choose_form("fused_heads", train_gpt.Ops(), SMALL, Card())
     assert ops == train_gpt.Ops()
     assert re.fullmatch(r"fused_heads:plain tried: kernel error:\S+ \| plain error:0.0e\+00", line)
     assert warning.startswith("warning: fused_heads: kernel is installed, but refused: error:")
-
-
-@needs_runnable_kernels
-@pytest.mark.parametrize("is_cuda", [True, False])
-def test_each_multiprocessor_has_a_program(monkeypatch: pytest.MonkeyPatch, is_cuda: bool) -> None:
-    class Card(torch.Tensor):
-        """A CPU tensor that may call itself a GPU's."""
-
-    monkeypatch.setattr(Card, "is_cuda", is_cuda, raising=False)
-    card = SimpleNamespace(multi_processor_count=7)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    kernel = mock.MagicMock()
-    monkeypatch.setattr(train_gpt, "linear_leaky_square_kernel", kernel)
-    a, b = (torch.zeros(8, 16).as_subclass(Card) for _ in range(2))
-    train_gpt.linear_leaky_square._init_fn(a, b, torch.zeros(8), [], SCALE, 0.5)
-    kernel.__getitem__.assert_called_once_with((7 if is_cuda else 1,))
-    assert kernel.__getitem__().call_args.kwargs == {"GIVEN": 0, **train_gpt.TILE}
 
 
 COMPILE = """
@@ -618,13 +591,10 @@ mlp_types |= {"factors": "*fp32", "scale": "fp32", "slope": "fp32"}
 mlp = train_gpt.linear_leaky_square_kernel
 for capability in map(int, sys.argv[1:]):
     hopper = capability == 90
-    limit = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024  # bytes of shared memory
+    limit = {80: 163, 90: 227, 100: 227}[capability] * 1024  # bytes of shared memory
     tile = train_gpt.TILE
     sizes = {name: size for name, size in tile.items() if name.startswith("BLOCK")}
     options = {name: size for name, size in tile.items() if name not in sizes}
-    # Small cards pass over the kernel: it need not fit in their registers either.
-    too_large = limit < 128 * 1024
-    triton.knobs.nvidia.dump_ptxas_log = not too_large
     # With nothing, X, P, or X and Y given: the last pointer is none, of the sums, or of Y.
     of_bf16, none_of = {**mlp_types, "more": "*bf16"}, ["more", "factors"]
     for given, lacks in (0, none_of[:1]), (1, none_of), (1, []), (2, []):
@@ -633,13 +603,9 @@ for capability in map(int, sys.argv[1:]):
         constants = {"GIVEN": given, **dict.fromkeys(lacks), **sizes}
         binary = build(mlp, types, constants, capability, **options)
         shared = binary.metadata.shared + 1024  # the driver keeps 1 KB of each block
-        if too_large:
-            assert shared > limit, "passed over on small cards"
-            continue
         assert shared <= limit + 1024, (capability, shared)
         assert ("wgmma.mma_async" in binary.asm["ptx"]) == hopper, "Hopper's tensor cores"
         assert ("cp.async.bulk.tensor" in binary.asm["ptx"]) == (capability >= 90), "TMA"
-    triton.knobs.nvidia.dump_ptxas_log = True
     e = 64
     # Of each kernel: its arguments, its sizes, and the pointers that each direction lacks, which are None.
     numbers = {"tokens": "i32", "T": "i32", "eps": "fp32"}
@@ -664,7 +630,7 @@ print("compiled")
 
 
 @pytest.mark.parametrize("capability", [
-    "90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("80", "89", "100", "120")),
+    "90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("80", "100")),
 ])  # fmt: skip
 def test_kernels_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]) -> None:
     """Triton's compiler needs no GPU. All fits in shared memory and in registers; Hopper gets TMA and its
@@ -679,7 +645,7 @@ def test_kernels_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[st
     assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr[-3000:]
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
     # The MLP's kernel for four products; heads and XSA, each forward and backward.
-    assert set(spilled) == {("0", "0")} and len(spilled) == (4 if capability in ("89", "120") else 8)
+    assert set(spilled) == {("0", "0")} and len(spilled) == 8
 
 
 # (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): odd sizes, all or
@@ -773,13 +739,9 @@ def test_the_model_is_one_graph_with_all_its_kernels() -> None:
 
 def test_eight_gpus_want_a_kernel_that_keeps_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one a paid step is longer by half; who asks for it by name gets it."""
-
-    class Eight(CallsItselfGpu):
-        def gather(self, value: Any) -> list[Any]:
-            return [value]
-
+    monkeypatch.setattr(train_gpt.Machine, "gather", lambda _, value: [value])
     monkeypatch.setattr(train_gpt, "forms_to_try", lambda setting, *_: train_gpt.FORMS[setting][-1:])
     with pytest.raises(train_gpt.ConfigError, match=r"1\.5 times .*install flash_attn_3.*sdpa accepts it$"):
-        train_gpt.fast_ops(SMALL, Eight(world_size=8))
+        train_gpt.fast_ops(SMALL, Card(world_size=8))
     for config in (dataclasses.replace(SMALL, attention="sdpa"), dataclasses.replace(SMALL, doc_mask=False)):
-        assert train_gpt.fast_ops(config, Eight(world_size=8)).ops == train_gpt.Ops()
+        assert train_gpt.fast_ops(config, Card(world_size=8)).ops == train_gpt.Ops()

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import train_gpt
+from tests.support.before import before
 from tests.support.models import tiny_config
 from tests.support.ranks import on_ranks
 from train_gpt import Config, Machine, Optimizer, build_model, orthogonalize
@@ -248,14 +249,6 @@ def eight_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     calls: Counter[str] = Counter()
-
-    def counted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*tensors: Any, **options: Any) -> Any:
-            calls[name] += 1
-            return collective(*tensors, **options)
-
-        return call
-
     torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     collectives = ["all_reduce", "broadcast"]
     for name, former in (("reduce_scatter_single", "reduce_scatter_tensor"),
@@ -263,7 +256,7 @@ def eight_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         collectives.append(name if hasattr(torch.distributed, name) else former)
     for name in collectives:
         kind = "_".join(name.split("_")[:2])
-        monkeypatch.setattr(torch.distributed, name, counted(kind, getattr(torch.distributed, name)))
+        before(monkeypatch, torch.distributed, name, lambda *_, kind=kind, **__: calls.update([kind]))
     yield calls
     torch.distributed.destroy_process_group()
 

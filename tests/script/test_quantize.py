@@ -47,17 +47,17 @@ def gptq_written_out(weights: Tensor, hessian: Tensor, scales: Tensor, levels: i
     return codes
 
 
-def quantize(
-    weights: Tensor, hessians: Tensor | None, bits: int, clip: float, damping: float = 0.01
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a bank of MLP matrices; without Hessians, each weight's nearest code."""
+def quantizer_of(weights: Tensor, hessians: Tensor | None, **changes: float) -> train_gpt.Quantizer:
+    """Of a bank of MLP matrices; without Hessians, each weight gets its nearest code."""
     seen = {} if hessians is None else {("mlp_in", layer): h for layer, h in enumerate(hessians)}
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
-    gptq = train_gpt.Quantizer(
-        "mlp_up_bank", weights, parameter, seen, replace(PLAIN, gptq_damping=damping)
-    )
+    return train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, replace(PLAIN, **changes))
+
+
+def quantize(weights: Tensor, hessians: Tensor | None, bits: int, clip: float) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a bank of MLP matrices."""
     levels = 2 ** (bits - 1) - 1
-    codes, exponents, _ = gptq.quantize(clip / levels, levels)
+    codes, exponents, _ = quantizer_of(weights, hessians).quantize(clip / levels, levels)
     matrices, rows, columns = weights.shape
     codes_NRC = torch.from_numpy(codes).view(rows, matrices, columns).transpose(0, 1)
     return codes_NRC, torch.exp2(torch.from_numpy(exponents).T / 8).half()
@@ -118,19 +118,9 @@ def test_what_is_restored_is_codes_times_scales_of_the_clip() -> None:
             assert torch.equal(restored_NRC[matrix], mine * scales[:, None])
 
 
-def unequal_bank() -> tuple[Tensor, Tensor]:
-    """Weights and a Hessian whose columns GPTQ can make up for very differently."""
-    weights, hessians = correlated_bank(1, 256, 48)
-    sizes = torch.linspace(-1.5, 1.5, 48).exp()
-    return weights, hessians * sizes[:, None] * sizes
-
-
 def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[float, float]:
     """Weighted error, and bits of the codes: their entropy column by column."""
-    parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
-    config = replace(PLAIN, gptq_damping=1e-4, column_steps=power)
-    gptq = train_gpt.Quantizer("mlp_up_bank", weights, parameter, {("mlp_in", 0): hessians[0]}, config)
-    quantized = gptq.quantize(0.25, 127.0)
+    quantized = quantizer_of(weights, hessians, gptq_damping=1e-4, column_steps=power).quantize(0.25, 127.0)
     restored = train_gpt.restore_weights(quantized, tuple(weights.shape))
     bits = 0.0
     for column in quantized.codes.T:
@@ -142,13 +132,14 @@ def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[
 
 def test_steps_of_columns_lose_less_at_equal_bits_and_end_in_one_step() -> None:
     """Six decibels are a bit: the error that the same bits would have left with one step."""
-    weights, hessians = unequal_bank()
+    weights, hessians = correlated_bank(1, 256, 48)
+    # GPTQ can make up for these columns very differently.
+    sizes = torch.linspace(-1.5, 1.5, 48).exp()
+    hessians = hessians * sizes[:, None] * sizes
     plain_error, plain_bits = with_column_steps(weights, hessians, 0.0)
     error, bits = with_column_steps(weights, hessians, 1.0)
     assert error * 4 ** (bits - plain_bits) < 0.75 * plain_error
-    weights, hessians = unequal_bank()
-    plain = with_column_steps(weights, hessians, 0.0)
-    assert with_column_steps(weights, hessians, 1e-4) == pytest.approx(plain)
+    assert with_column_steps(weights, hessians, 1e-4) == pytest.approx((plain_error, plain_bits))
 
 
 Seen = dict[tuple[str, int], Tensor]
@@ -284,13 +275,10 @@ def test_a_hessian_without_an_inverse_gets_more_damping(shortfall: float, used: 
     if shortfall:
         values[0] = -shortfall * values[1:].sum() / (16 + shortfall)  # as a share of the diagonal with it
     hessians[1] = (vectors * values) @ vectors.T
-    parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
-    seen = {("mlp_in", layer): h.double() for layer, h in enumerate(hessians)}
-    quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, PLAIN)
+    quantizer = quantizer_of(weights, hessians.double())
     assert quantizer.damping == pytest.approx(used)
     # The result is that of the damping that was needed, had it been asked for.
-    enough = replace(PLAIN, gptq_damping=quantizer.damping)
-    asked = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, enough)
+    asked = quantizer_of(weights, hessians.double(), gptq_damping=quantizer.damping)
     found, expected = quantizer.quantize(0.1, 31.0), asked.quantize(0.1, 31.0)
     assert (found.codes == expected.codes).all() and (found.exponents == expected.exponents).all()
 
@@ -299,10 +287,8 @@ def test_a_hessian_without_an_inverse_gets_more_damping(shortfall: float, used: 
 def test_every_finite_hessian_gets_an_inverse_in_the_end(size: float) -> None:
     """A paid training must not end without an artifact: even what no inputs can have is quantized."""
     weights, hessians = correlated_bank(1, 6, 16)
-    parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
     for bad in (-hessians[0], torch.ones(16, 16), torch.zeros(16, 16)):
-        seen = {("mlp_in", 0): size * bad}
-        quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, PLAIN)
+        quantizer = quantizer_of(weights, size * bad[None])
         assert quantizer.upper_NCC.isfinite().all()
         assert abs(quantizer.quantize(0.1, 31.0).codes).max() <= 31
     with pytest.raises(ArtifactError, match="not finite"):

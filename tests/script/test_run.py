@@ -15,9 +15,9 @@ import torch
 
 import train_gpt
 from data import shards
-from tests.support.clock import FORWARD_SECONDS, counted_clock
 from tests.support.loaders import write_shards
 from tests.support.models import tiny_config
+from tests.support.planted import FORWARD_SECONDS, before, counted_clock
 from tests.support.processes import SCRIPT, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
 
@@ -147,19 +147,14 @@ def test_the_shipped_script_scores_the_artifact_without_training_data(finished: 
     assert alone.summary["artifact"]["sha256"] == finished.summary["artifact"]["sha256"]
 
 
+# What the process opens is in the file `opened` when it leaves.
 WATCH = """
 opened = []
 def note(event, given):
     if event == "open" and isinstance(given[0], (str, bytes)):
         opened.append(os.path.abspath(os.fsdecode(given[0])))
 sys.addaudithook(note)
-leave = os._exit
-def tell(status):
-    with open("opened", "w") as file:
-        file.write("\\n".join(sorted(set(opened))))
-    leave(status)
-os._exit = tell
-"""
+""" + before("os._exit", 'open("opened", "w").write("\\n".join(sorted(set(opened))))')
 
 
 def test_an_artifact_alone_is_scored_again_and_what_it_overrides_is_named(finished: Ended, lab: Lab) -> None:
@@ -223,14 +218,14 @@ def assert_float_weights(ended: Ended) -> None:
 
 def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
     """However many batches are asked for: as many are taken as the clock, which counts work, allows."""
-    clock = {"MAX_WALLCLOCK_SECONDS": 1.51, "GPTQ_RESERVE_SECONDS": 0.3, "GPTQ_CALIBRATION_BATCHES": 100_000}
-    changes = {**clock, "ITERATIONS": 100_000, "VAL_LOSS_EVERY": 15, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
+    clock = {"MAX_WALLCLOCK_SECONDS": 0.91, "GPTQ_RESERVE_SECONDS": 0.3, "GPTQ_CALIBRATION_BATCHES": 100_000}
+    changes = {**clock, "ITERATIONS": 100_000, "VAL_LOSS_EVERY": 7, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
     ended = lab.succeed(fault=counted_clock(), **changes)
-    # Steps take 0.04 s: 30 fit into 1.21 s, of which one is kept free. Validation stops the clock.
-    assert ended.summary["steps"] == 29
-    assert "\nstopping_early: wallclock_cap train_time:1160ms step:29/100000\n" in ended.out
+    # Steps take 0.04 s: 15 fit into 0.61 s, of which one is kept free. Validation stops the clock.
+    assert ended.summary["steps"] == 14
+    assert "\nstopping_early: wallclock_cap train_time:560ms step:14/100000\n" in ended.out
     limit = ended.summary["limits"]["train_seconds"]
-    assert limit["ok"] and limit["value"] == pytest.approx(29 * 0.04 + 31 * FORWARD_SECONDS)
+    assert limit["ok"] and limit["value"] == pytest.approx(14 * 0.04 + 31 * FORWARD_SECONDS)
     told = "warning: 31 calibration batches, expected GPTQ_CALIBRATION_BATCHES=100000; raise GPTQ_RESERVE"
     assert told in ended.out
     # A reserve that is too short is told before the first step.
@@ -238,15 +233,11 @@ def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
     assert warning in ended.out[: ended.out.index("\nwarmup_step:")]
 
 
-KILL_AT_SCORING = """
-import builtins
-opening = open
-def kill(path, *given, **more):
-    if str(path).endswith("log.txt") and os.path.exists(path) and "roundtrip_exact" in opening(path).read():
+KILL_AT_SCORING = before("builtins.open", """
+    path = str(given[0])
+    if path.endswith("log.txt") and os.path.exists(path) and "roundtrip_exact" in real(path).read():
         os.kill(os.getpid(), 9)
-    return opening(path, *given, **more)
-builtins.open = kill
-"""
+""")  # fmt: skip
 
 
 def test_a_run_killed_in_its_evaluation_is_finished_with_the_same_result(finished: Ended, lab: Lab) -> None:
@@ -262,27 +253,18 @@ def test_a_run_killed_in_its_evaluation_is_finished_with_the_same_result(finishe
     assert limit["value"] == ended.summary["train_seconds"] > 0.0
 
 
-def test_a_run_whose_training_was_over_does_not_train_on(lab: Lab) -> None:
-    clock = {"MAX_WALLCLOCK_SECONDS": 1.01, "GPTQ_RESERVE_SECONDS": 0.2, "ITERATIONS": 100_000}
-    changes = {**clock, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
-    whole = lab.elsewhere("whole").succeed(fault=counted_clock(), **changes)
-    killed = lab.run(fault=counted_clock() + KILL_AT_SCORING, **changes)
-    again = lab.succeed(fault=counted_clock(), RESUME=killed.directory, **changes)
-    for key in ("steps", "losses", "artifact", "stream_hash"):
-        assert again.summary[key] == whole.summary[key], key
-    assert again.summary["train_seconds"] == pytest.approx(whole.summary["train_seconds"])
-
-
-@pytest.mark.parametrize(
-    ("pull_request", "changes"), [(549, {"VE_LAYERS": "0,1"}), (591, {"TIE_EMBEDDINGS": 0}), (1493, {})]
-)
+@pytest.mark.parametrize(("pull_request", "changes"), [
+    (549, {"VE_LAYERS": "0,1", "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8}), (591, {"TIE_EMBEDDINGS": 0}),
+    (1493, {}),
+])  # fmt: skip
 def test_a_public_command_trains(pull_request: int, changes: dict[str, Any], lab: Lab, repo: Path) -> None:
     """At the size of the tests: what decides the size, the data and the length of a run is theirs."""
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
     own = lab.settings()
     settings: dict[str, Any] = {name: value for name, value in command.settings.items() if name not in own}
-    own_config = {"CONFIG": repo / f"configs/pr{pull_request}.env", "VAL_TOKENS_LIMIT": 300, "ITERATIONS": 2}
-    ended = lab.succeed(**{**settings, **own_config, **changes})
+    config = repo / f"configs/pr{pull_request}.env"
+    short = {"VAL_TOKENS_LIMIT": 300, "ITERATIONS": 2, "WARMUP_STEPS": 1}
+    ended = lab.succeed(**{**settings, "CONFIG": config, **short, **changes})
     assert ended.summary["steps"] == 2
     assert {"roundtrip", "sliding_window", "legal_ttt"} == ended.summary["losses"].keys()
     model, _ = train_gpt.load_artifact(ended.directory / "model.bin")
@@ -313,28 +295,23 @@ def test_after_a_hundred_steps_the_number_of_steps_is_projected() -> None:
 # What breaks a part of the end, on the last rank: a kernel that is missing, a graph that is not compiled, two
 # collectives.
 PLANTED = """
-import torch
-function = PLACE.NAME
-def fail(*given, **more):
-    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and CONDITION:
-        raise RuntimeError("a planted fault")
-    return function(*given, **more)
-PLACE.NAME = fail
+if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and CONDITION:
+    raise RuntimeError("a planted fault")
 """
 SUMS = "given[0].dtype == torch.float32 and given[0].ndim == 2"
 SCORES = "given[0].dtype == torch.float64 and len(given[0]) > 2"
 
 
-@pytest.mark.parametrize(("part", "ranks", "place", "name", "condition"), [
-    ("artifact", 1, "torch", "cholesky_inverse", "True"),
-    ("ttt", 1, "torch._dynamo", "maybe_mark_dynamic", "True"),
-    ("hessians", 2, "torch.distributed", "all_reduce", SUMS),
-    ("windows", 2, "torch.distributed", "all_reduce", SCORES),
+@pytest.mark.parametrize(("part", "ranks", "function", "condition"), [
+    ("artifact", 1, "torch.cholesky_inverse", "True"),
+    ("ttt", 1, "torch._dynamo.maybe_mark_dynamic", "True"),
+    ("hessians", 2, "torch.distributed.all_reduce", SUMS),
+    ("windows", 2, "torch.distributed.all_reduce", SCORES),
 ])  # fmt: skip
 def test_what_would_fail_at_the_end_fails_before_the_first_step(
-    part: str, ranks: int, place: str, name: str, condition: str, lab: Lab
+    part: str, ranks: int, function: str, condition: str, lab: Lab
 ) -> None:
-    fault = PLANTED.replace("PLACE", place).replace("NAME", name).replace("CONDITION", condition)
+    fault = before(function, PLANTED.replace("CONDITION", condition))
     ended = [started.wait() for started in lab.ranks(ranks, fault=fault)]
     assert all(one.status == 1 for one in ended)
     told = ended[-1].err.splitlines()

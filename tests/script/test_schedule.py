@@ -71,15 +71,3 @@ def test_progress_and_the_loop() -> None:
     assert run_progress(1e9, 250, steps_only) == 0.25
     assert run_progress(0.0, 0, config) == 0.0
     assert run_progress(300.0, 100, dataclasses.replace(config, gptq=False)) == 0.5  # reserves nothing
-
-
-def test_every_machine_follows_one_curve() -> None:
-    """Eight cards for 600 s, one for 4,800 s and a laptop for 60 s: equal shares, equal rates."""
-    curves = []
-    for seconds, steps in ((600.0, 4800), (4800.0, 4800), (60.0, 130)):
-        config = Config(max_wallclock_seconds=seconds, gptq_reserve_seconds=seconds / 100)
-        shares = [run_progress(0.99 * seconds * n / 10, steps * n // 10, config) for n in range(11)]
-        rates = [learning_rate_scale(share, 1, config) for share in shares]
-        moments = [muon_momentum(share, 1, config) for share in shares]
-        curves.append([*rates, *moments, *(loop_is_on(share, config) for share in shares)])
-    assert curves[0] == pytest.approx(curves[1]) and curves[0] == pytest.approx(curves[2])

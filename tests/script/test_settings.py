@@ -40,10 +40,7 @@ TRACE_STEPS=1:2 PROFILE_STEPS=1:2 : PROFILE_STEPS
 """
 # A misspelt name, and the right one that the message must offer.
 WRONG_NAMES = """
-MATRX_LR:MATRIX_LR ITERATION:ITERATIONS TTT_EPOCH:TTT_EPOCHS WARMDOWN_ITER:WARMDOWN_ITERS
-MAX_WALLCLOCK_SECOND:MAX_WALLCLOCK_SECONDS TRAIN_BATCH_TOKEN:TRAIN_BATCH_TOKENS NUM_LAYER:NUM_LAYERS
-MODEL_DIMS:MODEL_DIM VOCABSIZE:VOCAB_SIZE TOKENISER_PATH:TOKENIZER_PATH EVAL_ONLYY:EVAL_ONLY
-TRACE_STEP:TRACE_STEPS
+MATRX_LR:MATRIX_LR TOKENISER_PATH:TOKENIZER_PATH VOCABSIZE:VOCAB_SIZE
 """
 
 LEFT_ALONE = """
@@ -197,7 +194,7 @@ def test_what_may_be_set_reads_back_to_the_same_settings() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS)), st.text(max_size=30), max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_whatever_the_text_there_is_a_config_or_a_config_error(environ: dict[str, str]) -> None:
     try:
         config = Config.from_env(environ)

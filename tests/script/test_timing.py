@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import train_gpt
-from tests.support.clock import signal_at_step
 from tests.support.fake_gpu import COPY_US, DEVICE_US, HOST_US, STAGE_MS, FakeGpu
+from tests.support.planted import signal_at_step
 from tests.support.processes import Ended, Lab, results
 from tools.trace.timeline import lane_spans
 from train_gpt import LANES, StepTimer, Trace
@@ -172,34 +172,6 @@ def test_a_full_disk_costs_no_run_off_keeps_nothing(tmp_path: Path, monkeypatch:
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_overlaps_its_steps_stays(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps 2 and 3 last from 2 to 4 by this clock: what overlaps them is shown, cut at both ends."""
-    now = 0.0
-    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now)
-    trace = make_trace(tmp_path, 2, 4)
-    edges = (0.5, 1.5, 2.5, 3.5, 4.5, 5.5)
-    every = [(start, end) for start, end in itertools.product(edges, edges) if start < end]
-    open_spans: dict[tuple[float, float], Any] = {}
-    for moment in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5):
-        now = moment
-        if moment == 4.0:
-            trace.add_step(3, host_laps())  # the last step ends
-        elif moment == int(moment):
-            trace.begin(int(moment))
-        for begin, end in every:
-            if begin == moment:
-                open_spans[begin, end] = trace.span("work", "disk", span=(begin, end))
-                open_spans[begin, end].__enter__()
-            if end == moment:
-                open_spans[begin, end].__exit__(None, None, None)
-    overlapping = [(begin, end) for begin, end in every if end > 2 and begin < 4]
-    expected = {(begin, end): (max(begin, 2.0), min(end, 4.0)) for begin, end in overlapping}
-    kept = {}
-    for span in spans(read(path), "work"):
-        kept[tuple(span["args"]["span"])] = (span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6)
-    assert kept == expected and len(kept) < len(every)
-
-
 def traced(lab: Lab, **changes: Any) -> tuple[Ended, list[Event]]:
     """A run with a trace that must succeed, and its file."""
     ended = lab.succeed(**{"TRACE_STEPS": "1:1000", **changes})
@@ -276,12 +248,6 @@ def test_only_the_steps_asked_for_are_written_and_shards_read_in_a_step(lab: Lab
     assert {span["args"]["shard"] for span in loads} == {f"fineweb_train_00000{n}.bin" for n in range(2)}
 
 
-def test_a_signal_ends_the_run_as_without_it_and_what_was_traced_is_written(lab: Lab) -> None:
-    ended = lab.run(fault=signal_at_step(4), TRACE_STEPS="1:1000")
-    assert ended.status == 128 + signal.SIGTERM and "stopped by signal 15" in ended.out
-    assert steps(read(ended.directory / "trace_rank0.json")) == [1, 2, 3, 4]
-
-
 def gpu_trace(
     gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, trained: int = 6, window: Any = (1, 10_000)
 ) -> list[Event]:
@@ -344,5 +310,6 @@ def test_a_profile_holds_its_steps_alone_and_the_same_bits(lab: Lab, finished: E
     assert steps(read(ended.directory / "trace_rank0.json")) == [3, 4]
     assert len(adds) == 2 * 4, "four micro-batches a step"
     ended = lab.elsewhere("stopped").run(fault=signal_at_step(4), PROFILE_STEPS="1:1000")
-    assert ended.status == 128 + signal.SIGTERM
+    assert ended.status == 128 + signal.SIGTERM and "stopped by signal 15" in ended.out
+    assert steps(read(ended.directory / "trace_rank0.json")) == [1, 2, 3, 4]
     assert json.loads((ended.directory / "profile_rank0.json").read_text())["traceEvents"]

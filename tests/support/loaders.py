@@ -13,6 +13,7 @@ import torch
 
 import train_gpt
 from data import shards as shard_files
+from tests.support.before import before
 from tests.support.models import tiny_config
 
 SIZES = (700, 133, 9, 1200)  # tokens per shard; the third is too small for one sequence of 16
@@ -125,21 +126,9 @@ def drain(loader: Any) -> tuple[list[np.ndarray], BaseException]:
 
 def on_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[Path], Any]) -> None:
     """Do something with the path of each shard before it is read."""
-    real = train_gpt.read_tokens
-
-    def read_tokens(shard: Any, *args: Any, **kwargs: Any) -> np.ndarray:
-        action(shard.path)
-        return real(shard, *args, **kwargs)
-
-    monkeypatch.setattr(train_gpt, "read_tokens", read_tokens)
+    before(monkeypatch, train_gpt, "read_tokens", lambda shard, *_, **__: action(shard.path))
 
 
 def on_stage(monkeypatch: pytest.MonkeyPatch, action: Callable[[int, np.ndarray], Any]) -> None:
     """Do something with the stream position of each batch and its ids as they are staged."""
-    real = train_gpt.hash_sequences
-
-    def hash_sequences(position: int, ids_BT: np.ndarray) -> int:
-        action(position, ids_BT)
-        return real(position, ids_BT)
-
-    monkeypatch.setattr(train_gpt, "hash_sequences", hash_sequences)
+    before(monkeypatch, train_gpt, "hash_sequences", action)

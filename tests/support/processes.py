@@ -14,12 +14,12 @@ import random
 import shutil
 import socket
 import sys
-import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -110,14 +110,6 @@ class Started:
         path = Path(f"{self.console}.out")
         return path.read_text("utf-8", "replace") if path.exists() else ""
 
-    def wait_for(self, text: str, seconds: float = DEADLINE_SECONDS) -> None:
-        """Return as soon as `text` has been printed."""
-        end = time.monotonic() + seconds
-        while text not in self.out:
-            assert self.process.is_alive(), f"ended before it printed {text!r}: {self.wait()}"
-            assert time.monotonic() < end, f"no {text!r} within {seconds} s: {self.out}"
-            time.sleep(0.01)
-
     def send(self, number: int) -> None:
         """Send a signal; one that has just ended gets none."""
         with contextlib.suppress(ProcessLookupError):
@@ -203,16 +195,9 @@ def run_as_main(path: str, folder: Path | None) -> None:
     exec(marshal.loads(code), vars(main))
 
 
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Any:
     """The environment of this process for a moment: the server reads its threads from it when it starts."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return mock.patch.dict(os.environ, values)
 
 
 class Lab:
