@@ -214,18 +214,6 @@ def test_a_row_of_results_is_the_mean_of_its_summaries(repo: Path) -> None:
     assert row["code and weights"] == f"{most:,}"
 
 
-def test_hunks_are_numbered_by_where_their_lines_stand(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo\nthree\nfour\nfive\nsame\nsame\n")
-    first = "@@ -7,2 +7,3 @@\n one\n+new\n two\n"
-    second = "@@ -9,2 +9,2 @@\n-four\n+FOUR\n five\n"
-    twice = "@@ -1 +1 @@\n-same\n+other\n"
-    added = "--- /dev/null\n+++ b/b.txt\n@@ -0,0 +1,1 @@\n+text\n```"
-    patch = docs.numbered(f"```diff\n--- a/a.txt\n+++ b/a.txt\n{first}{second}{twice}{added}", tmp_path)
-    assert re.findall("^@@.*@@$", patch, re.M) == [
-        "@@ -1,2 +1,3 @@", "@@ -4,2 +5,2 @@", "@@ -1 +1 @@", "@@ -0,0 +1,1 @@",
-    ]  # fmt: skip
-
-
 def test_the_model_that_is_drawn_is_the_default() -> None:
     readme = page("docs/model.md")
     config = Config.from_env({})

@@ -444,15 +444,6 @@ def test_the_slowest_rank_decides_and_a_fast_wrong_form_is_not_taken(monkeypatch
     assert name == "plain" and line.startswith("fused_mlp:plain tried: kernel error:5.0e-01 | plain ")
 
 
-@needs_runnable_kernels
-@pytest.mark.parametrize(("asked", "form"), [("auto", "kernel"), ("0", "plain"), ("1", "kernel")])
-def test_fused_heads_is_what_was_asked_for(asked: str, form: str) -> None:
-    config = dataclasses.replace(SMALL, fused_heads=asked)
-    ops, (line,) = train_gpt.choose_form("fused_heads", train_gpt.Ops(), config, Card())
-    assert (ops.heads is train_gpt.heads_fused) == (ops.xsa is train_gpt.xsa_fused) == (form == "kernel")
-    assert line.startswith(f"fused_heads:{form} tried: {form} error:") and "|" not in line
-
-
 @pytest.mark.parametrize("setting", ["FUSED_MLP", "FUSED_HEADS"])
 def test_without_triton_a_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     """As on Windows. `auto` goes on with the plain form, and says so."""

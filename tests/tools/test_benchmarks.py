@@ -232,20 +232,6 @@ def test_the_gain_is_told_in_two_parts_where_ours_was_trained_as_theirs() -> Non
     ]
 
 
-def test_a_script_that_is_not_shipped_is_compared_before_quantization() -> None:
-    theirs = []
-    for seed, last, average in ((1, 2.4, 2.5), (2, 2.6, 2.5)):
-        scores = {"float_bpb": min(last, average), "last_bpb": last, "average_bpb": average}
-        theirs.append({"seed": seed, "parameters": 500, "steps": 100, "seconds": 1.0, **scores})
-    rows = {"theirs": theirs, "ours": [tuned(1, 2.21), tuned(2, 2.26)]}
-    lines = beside.tables(beside_measured(rows))
-    assert "of the weights before quantization." in lines[0] and "float bpb" in lines[2]
-    assert lines[4].startswith("| theirs | 500 | 100 | 2.5000 | 2.5000 | 2.4500 |")
-    assert lines[5].startswith("| ours | 1,000 | 200 | - | - | 2.2250 |") and "| -0.2250 |" in lines[5]
-    assert "Ours ships 900 bytes of weights, which score 2.2350." in "\n".join(lines)
-    assert lines[-1] == "Ours minus theirs, seed by seed: 1: -0.2000, 2: -0.2500."
-
-
 def test_a_result_has_the_name_of_its_script_and_is_never_lost_to_another(empty: Path) -> None:
     for file, name in (
         ("train_gpt.py", "beside-text-180s"),

