@@ -359,14 +359,11 @@ def test_an_id_beyond_the_vocabulary_is_found_where_it_stands(tmp_path: Path) ->
 
 @pytest.mark.parametrize("content,message", [
     (b"", "magic, version and tokens are [], expected [20240520, 1, "),
-    (b"\1" * 1000, "tokens are [16843009, 16843009, 16843009], expected"),
     (header(20240520, 2, 8) + b"\0" * 16, "[20240520, 2, 8], expected [20240520, 1, 8]"),
     (header(20240521, 1, 8) + b"\0" * 16, "[20240521, 1, 8], expected [20240520, 1, 8]"),
     (header(20240520, 1, 8) + b"\0" * 15, "[20240520, 1, 8], expected [20240520, 1, 7]"),
     (header(20240520, 1, 7) + b"\0" * 15, "[20240520, 1, 7], expected [20240520, 1, 7]"),
-    (header(20240520, 1, 0), "[20240520, 1, 0], expected [20240520, 1, 0]"),
     (header(20240520, 1, -5), "[20240520, 1, -5], expected [20240520, 1, 0]"),
-    (header(20240520, 1, -5)[:-10], "[20240520, 1, -5], expected [20240520, 1, -5]"),
 ])  # fmt: skip
 def test_bad_shards_are_refused_at_the_start(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "fineweb_train_000000.bin").write_bytes(content)

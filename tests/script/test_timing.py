@@ -211,8 +211,6 @@ def test_every_step_and_its_parts_are_there_and_spans_nest(whole: tuple[Ended, l
     assert spans(events, "compute_stream") == []  # no GPU
     assert len(spans(events, "gpu_transfer", "copy")) == len(spans(events, "gpu_transfer")) == 24
     # Two of a lane are apart, or one is in the other: what a viewer can stack.
-    _, events = whole
-    chunks = spans(events, "chunk")
     for name in STEP_SPANS:
         assert all(any(inside(span, chunk) for chunk in chunks) for span in spans(events, name)), name
     for chunk in chunks:

@@ -351,7 +351,6 @@ class Outcome:
     """What the cases took and where the audit failed; `stopped`: it was ended by its limits."""
 
     cases: int = 0
-    slowest: tuple[float, int] = (0.0, -1)
     peak: tuple[int, int] = (0, -1)
     errors: list[str] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
@@ -378,7 +377,6 @@ def run_case(auditor: Auditor, bases: list[Path], seed: int, case: int, outcome:
         if finding.check == UNFINISHED:
             listed = outcome.stopped if "was stopped" in finding.text else outcome.errors
             listed.append(f"case {case} ({', '.join(names)}): {finding.text}")
-    outcome.slowest = max(outcome.slowest, (report.cpu_seconds, case))
     outcome.peak = max(outcome.peak, (report.peak_bytes, case))
     return report
 

@@ -450,7 +450,6 @@ LOGS = [
     ({"zlib: 15815847": "zlib: 15960000"}, "A9", "FAIL", "total 16,007,642 > 16,000,000"),
     ({"zlib: 15815847": "zlib: 15900000"}, "A9", "WARN", "the larger counts, 15,947,642"),
     ({"H100 80GB HBM3": "H100 PCIe"}, "C4", "FAIL", "NVIDIA H100 PCIe"),
-    ({"H100 80GB HBM3": "H100 NVL"}, "C4", "FAIL", "NVIDIA H100 NVL"),
 ]  # fmt: skip
 
 

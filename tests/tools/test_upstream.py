@@ -223,9 +223,6 @@ def test_nothing_outside_changes(opened: Opened, tmp_path: Path, monkeypatch: py
 def test_a_replacement_that_fits_nowhere_is_told_by_name(opened: Opened) -> None:
     for name, line in (
         ("accumulation", "    grad_accum_steps = 8 // world_size\n"),
-        ("device", '    device = torch.device("cuda", 0)\n'),
-        ("tokenizer", "    sp = spm.SentencePieceProcessor(model_file=args.tokenizer_path)\n"),
-        ("compiler", "    model = torch.compile(base_model, dynamic=False, fullgraph=True)\n"),
         ("orthogonalisation", "    X = G.bfloat16()\n"),
     ):
         assert line in MINIATURE
@@ -238,7 +235,6 @@ def test_a_replacement_that_fits_nowhere_is_told_by_name(opened: Opened) -> None
     ('torch.device("cuda", 0)', 'torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))', "CUDA device"),
     ("torch.autocast(dev", "torch.autocast(cache_enabled=bool(1), dev", r"uses torch\.autocast"),
     ("import torch\n", "import torch\nfrom absent_kernels import fast_attention\n", "imports absent_kernels"),
-    ("import torch\n", "import torch\nthis is no Python\n", "in Python 3"),
 ])  # fmt: skip
 def test_what_no_replacement_fits_is_told(opened: Opened, found: str, instead: str, told: str) -> None:
     text = MINIATURE.replace(found, instead, 1)
