@@ -40,8 +40,6 @@ TINY = {
     "TTT_CHUNK_SIZE": 32, "TTT_BATCH_SIZE": 8, "TTT_LORA_RANK": 8, "SEED": 7, "TRELLIS": 0, "COLUMN_STEPS": 0,
 }  # fmt: skip
 LOOPED = {"NUM_LOOPS": 1, "LOOP_START": 1, "LOOP_END": 2, "PARALLEL_START_LAYER": 2, "ROPE_DIMS": 8}
-# CPU forms of versions before 0.6, which had other roundings.
-PLAIN_FORMS = {"MANUAL_BACKWARD": 0, "ATTENTION": "sdpa"}
 
 
 class Case(NamedTuple):
@@ -86,13 +84,8 @@ class Script:
         if case.config:
             text = (REPO / "configs" / case.config).read_text(encoding="utf-8")
             values.update(re.findall(r"^([A-Z0-9_]+)=(.*?)(?:\s+#.*)?$", text, re.MULTILINE))
-        values.update(PLAIN_FORMS)
         values.update(TINY)
         values.update(case.settings)
-        # Before 0.6 a number of steps that was not given meant the fraction; from then on -1 does.
-        for name in ("WARMDOWN_ITERS", "MUON_MOMENTUM_WARMUP_STEPS"):
-            if "MANUAL_BACKWARD" in self.known and str(values.get(name)) == "-1":
-                del values[name]
         return {name: str(value) for name, value in values.items() if name in self.known}
 
     def run(self, case: Case, folder: Path) -> Path:

@@ -69,11 +69,6 @@ class Newcomer:
         """What a run recorded of itself."""
         return json.loads((self.clone / "runs" / run / "summary.json").read_text("utf-8"))
 
-    def new_run(self, before: set[str]) -> str:
-        """The one run directory that was not there before."""
-        (name,) = self.runs() - before
-        return name
-
     def runs(self) -> set[str]:
         """Names of all run directories."""
         return {path.name for path in (self.clone / "runs").iterdir()}
@@ -130,7 +125,8 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     # The artifact again, in a fresh process, with nothing else said: the same scores to the last bit.
     before = me.runs()
     me.do("python train_gpt.py", EVAL_ONLY="runs/first/model.bin")
-    assert me.summary(me.new_run(before))["losses"] == demo["losses"]
+    (again,) = me.runs() - before
+    assert me.summary(again)["losses"] == demo["losses"]
     assert "The function" in me.do('python -m tools generate runs/first/model.bin "The function returns"')
 
     # What it reached, said again.

@@ -246,24 +246,6 @@ def lines(run: probes.RecordingRun, label: str) -> list[str]:
     return [line for line in run.lines if line.startswith(label)]
 
 
-@pytest.mark.parametrize("mark", ["", " comparable:0"])
-def test_final_lines_are_verbatim_and_marked(mark: str) -> None:
-    lab = subject()
-    run = probes.RecordingRun()
-    scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, mark), "int6")
-    assert list(scores) == ["legal_ttt", "sliding_window", "roundtrip"]
-    for label in ("final_int6_roundtrip", "final_int6_sliding_window", "legal_ttt"):
-        short, exact = lines(run, f"{label} ")[0], lines(run, f"{label}_exact ")[0]
-        assert re.fullmatch(
-            rf"{label} val_loss:\d+\.\d{{4}} val_bpb:\d+\.\d{{4}} eval_time:\d+ms{mark}", short
-        )
-        learned = 128 if label == "legal_ttt" else 0  # not from the last chunk
-        numbers = r"val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8} scored_tokens:149 val_bytes:321"
-        assert re.fullmatch(f"{label}_exact {numbers} learned_tokens:{learned}{mark}", exact)
-    score = scores["roundtrip"]
-    assert math.isclose(score.bits_per_byte, score.nats * 149 / math.log(2) / 321, rel_tol=1e-12)
-
-
 def tick_each_record(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by so much with each chunk that is scored."""
     now = [0.0]

@@ -27,7 +27,9 @@ SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions ha
 steps tokens train_seconds losses artifact limits comparable exit"""
 FLOAT, EXACT = r"\d+\.\d{4}", r"\d+\.\d{8}"
 RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
-EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+ learned_tokens:\d+"
+NUMBERS = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+ learned_tokens:"
+# VAL_TOKENS_LIMIT leaves targets out.
+TIME = r"eval_time:\d+ms comparable:0$"
 LINES = [  # of upstream's dialect, in order; new fields only at the end of a line
     r"warning: SEEDS=1 2: .*did you mean SEED\?$",
     r"train_loader:dataset:\S+ train_shards:2$",
@@ -46,12 +48,12 @@ LINES = [  # of upstream's dialect, in order; new fields only at the end of a li
     *(rf"step:{step}/6 train_loss:{FLOAT} train_time:\d+ms step_avg:\d+\.\d\dms " for step in range(1, 7)),
     rf"DIAGNOSTIC post_ema {RESULT} train_time:\d+ms step_avg:\d+\.\d\dms",
     r"peak memory allocated: \d+ MiB reserved: \d+ MiB$",
-    rf"legal_ttt {RESULT} eval_time:\d+ms",
-    rf"legal_ttt_exact {EXACT_RESULT}",
-    rf"final_int6_sliding_window {RESULT} eval_time:\d+ms",
-    rf"final_int6_sliding_window_exact {EXACT_RESULT}",
-    rf"final_int6_roundtrip {RESULT} eval_time:\d+ms",
-    rf"final_int6_roundtrip_exact {EXACT_RESULT}",
+    rf"legal_ttt {RESULT} {TIME}",
+    rf"legal_ttt_exact {NUMBERS}[1-9]\d* comparable:0$",
+    rf"final_int6_sliding_window {RESULT} {TIME}",
+    rf"final_int6_sliding_window_exact {NUMBERS}0 comparable:0$",
+    rf"final_int6_roundtrip {RESULT} {TIME}",
+    rf"final_int6_roundtrip_exact {NUMBERS}0 comparable:0$",
     r"Code size: \d+ bytes",
     r"Serialized model int6\+rans: \d+ bytes$",
     r"Total submission size int6\+rans: \d+ bytes$",

@@ -1,7 +1,4 @@
-"""train_gpt.py is small and plain: its weight, what a reader has to decode, what a section may use.
-
-ruff looks for long lines, several statements in a line and bare `except`.
-"""
+"""train_gpt.py is small and plain: its weight, what a reader has to decode, what a section may use."""
 
 import ast
 import dataclasses

@@ -525,9 +525,6 @@ def test_bytes_per_token_are_a_tokenizers_where_no_tokens_are_counted(named: boo
         assert level is Level.FAIL and "implied validation bytes 157," in said and "#1289" in said
     else:
         assert level is Level.WARN and "2.5365 bytes per token are no known tokenizer's: not decid" in said
-
-
-def test_a_count_of_tokens_that_no_tokenizer_gives_is_named(tmp_path: Path) -> None:
     text, score = byte_count_off(1.0413)
     tokens = f"val_loader:x tokens:{62021632 / 1.0413:.0f}"
     log = text.replace("world_size", f"{tokens}\nworld_size")

@@ -1,8 +1,4 @@
-"""The model of a GPU that is not there: its arithmetic, what it refuses, and a small step traced whole.
-
-Fake tensors on "cuda" need no GPU and no build; the slow tests need what README.md of the package names, and
-are skipped with its own sentence elsewhere.
-"""
+"""The model of a GPU that is not there: its arithmetic, what it refuses, and a small step traced whole."""
 
 import json
 import os

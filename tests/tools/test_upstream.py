@@ -235,6 +235,7 @@ def test_a_replacement_that_fits_nowhere_is_told_by_name(opened: Opened) -> None
     ('torch.device("cuda", 0)', 'torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))', "CUDA device"),
     ("torch.autocast(dev", "torch.autocast(cache_enabled=bool(1), dev", r"uses torch\.autocast"),
     ("import torch\n", "import torch\nfrom absent_kernels import fast_attention\n", "imports absent_kernels"),
+    ("import torch\n", "import torch\nthis is no Python\n", "in Python 3"),
 ])  # fmt: skip
 def test_what_no_replacement_fits_is_told(opened: Opened, found: str, instead: str, told: str) -> None:
     text = MINIATURE.replace(found, instead, 1)
