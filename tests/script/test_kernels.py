@@ -382,9 +382,6 @@ def test_a_gpu_takes_the_kernel_of_the_mlp_by_itself_in_bfloat16_alone() -> None
     assert train_gpt.forms_to_try("fused_mlp", asked, Card()) == ["kernel"]
 
 
-NAMES = {"mlp_fused": "kernel", "mlp_plain": "plain"}
-
-
 def mlp_of(
     machine: train_gpt.Machine, times_ms: tuple[float, ...] = (1.0, 2.0), **settings: Any
 ) -> tuple[str, str]:
@@ -400,7 +397,7 @@ def mlp_of(
         return times_ms[train_gpt.FORMS["fused_mlp"].index(name_of(passes.args[1].ops))]
 
     def name_of(ops: train_gpt.Ops) -> str:
-        return next(name for function, name in NAMES.items() if getattr(train_gpt, function) is ops.mlp)
+        return "plain" if ops.mlp is train_gpt.mlp_plain else "kernel"
 
     with (
         mock.patch.object(train_gpt, "forms_to_try", lambda *_: forms),
