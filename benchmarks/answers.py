@@ -55,7 +55,7 @@ QUESTIONS = (
           "data so large that order matters less"),
     *(Asked(f"Is the default better than the baseline's settings in this file? {size}",
             f"Experiment: stacks-{SAMPLE}-{run}", "float minus upstream_baseline", ("default", "pr1493"),
-            "longer runs: these read 0.2 to 2 tokens a weight")
+            "longer runs: these read 0.2 to 3 tokens a weight")
       for size, run in STACKS),
     Asked("Is it better than #549's script, before quantization?", f"{BESIDE}pr549-{SAMPLE}-90s",
           "minus theirs", ("ours",), "8 GPUs, for which that script is made"),
