@@ -434,6 +434,24 @@ def cost_table(rows: dict[str, paired.Runs]) -> list[str]:
     return ["", *paired.table("| arm | parameters | steps | CPU s | weights, bytes |", lines)]
 
 
+def command(measured: dict[str, Any]) -> str:
+    """The command that measures the first run of a table again, on one's own copy of its data."""
+    table = {read_json(path.stem).get("title"): path.stem for path in ARMS.glob("*.json")}[measured["title"]]
+    name, runs = next(iter(measured["rows"].items()))
+    settings = runs[0]["settings"]
+    own = read_arms(read_json(table), measured["size"])[name].settings
+    amount, unit = re.findall(r"^([\d.]+)(\w+)$", measured["budget"])[0]
+    budget = {"s": "seconds"}.get(unit, unit)
+    by_options = {"DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", *Budget(seconds=1).settings(settings)}
+    changed = {key for key, value in settings.items() if own.get(key) != value} - by_options
+    given = [f"{key}={settings[key]}" for key in sorted(changed)]
+    return (
+        f"python benchmarks/experiments.py {table} --data data/datasets/{measured['data']} --tokenizer "
+        f"data/tokenizers/{settings['TOKENIZER_PATH']} --size {measured['size']} --{budget} {amount} "
+        f"--seeds {runs[0]['seed']} --only '{name}'" + (f" --set {' '.join(given)}" if given else "")
+    )
+
+
 def tables(measured: dict[str, Any]) -> list[str]:
     """What was held equal, and a table for each score. `changes` of the raw file has what the arms change."""
     rows: dict[str, paired.Runs] = measured["rows"]
@@ -451,7 +469,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
         lines += score_table(rows, score)
     if "legal_ttt" in measured["scores"]:
         lines += learning_table(rows)
-    return lines
+    return [*lines, "", f"Its first run again: `{command(measured)}`"]
 
 
 def told_changes(table: dict[str, Any], arms: list[str]) -> dict[str, str]:

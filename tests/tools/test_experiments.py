@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import shlex
 import subprocess
 import sys
 import types
@@ -13,7 +14,7 @@ import pytest
 from scipy import stats
 
 import train_gpt
-from benchmarks import cpu_clock, experiments, paired
+from benchmarks import cpu_clock, experiments, paired, results
 from benchmarks.experiments import Arm, Budget, Experiment, ExperimentError
 from tests.support.patches import is_fork
 from tests.support.processes import Started
@@ -92,6 +93,18 @@ def test_equal_operations_are_more_steps_of_a_smaller_model() -> None:
     assert experiments.steps_of(100 * (plain + 3 * looped) / 4, config) == 100
     budget = Budget(tflop=1e-12 * 7 * plain)
     assert budget.settings({**values, "NUM_LOOPS": "0"})["ITERATIONS"] == "7"
+
+
+@pytest.mark.parametrize("path", results.FOLDER.glob("experiments-*.json"), ids=lambda path: path.stem)
+def test_the_command_under_a_table_has_the_settings_of_its_run(path: Path) -> None:
+    measured = json.loads(path.read_text(encoding="utf-8"))["measured"]
+    name, runs = next(iter(measured["rows"].items()))
+    given = experiments.parse(shlex.split(experiments.command(measured))[2:])
+    assert given.only == [name] and given.seeds == [runs[0]["seed"]]
+    arm = experiments.read_arms(experiments.read_json(given.table), given.size)[name]
+    values = {**arm.settings, "VOCAB_SIZE": "1024", **dict(one.split("=", 1) for one in given.set)}
+    values.update(Budget(given.steps, given.seconds, given.tflop).settings(values))
+    assert values.items() <= runs[0]["settings"].items()
 
 
 class Fake:
