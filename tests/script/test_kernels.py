@@ -132,6 +132,9 @@ def test_operands_lie_anywhere_frozen_ones_get_no_gradient() -> None:
     turned = pre_NF.t().contiguous().t()
     found = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [turned], SCALE, 0.5)
     assert all(map(torch.equal, found, expected))
+    beside = torch.cat([pre_NF.new_zeros(1), pre_NF.flatten()])[1:].view_as(pre_NF)
+    with pytest.raises(ValueError, match="TMA reads rows of whole 16 bytes"):
+        train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [beside], SCALE, 0.5)
     # Triton keeps it until the next launch, in each thread: what it knew would lie in memory as long.
     x_ND, up_FD, _ = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
     train_gpt.linear_leaky_square(x_ND, up_FD, x_ND.norm(dim=1), [], SCALE, 0.5)

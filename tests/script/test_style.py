@@ -58,10 +58,13 @@ def test_nothing_has_to_be_decoded_or_looked_up_below(finds: Callable[[str], lis
     assert finds(source) == []
 
 
-def test_sections_and_marks(source: str) -> None:
+def test_sections_signatures_and_marks(source: str, tree: ast.Module) -> None:
     sections = plainness.sections(source)
     assert [section.name for section in sections] == SECTIONS
     assert all(section.guarantee.endswith(".") for section in sections)
+    kernels = {f for f in functions(tree) if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)}
+    bare = [f.name for f in functions(tree) if f not in kernels and f.returns is None]
+    assert bare == []
     assert not re.search(r"\b(TODO|FIXME|XXX)\b", source)
 
 
