@@ -19,6 +19,7 @@ other settings are refused. Seeds are the outer loop, so an early end leaves who
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -93,6 +94,7 @@ class Budget(NamedTuple):
         return f"{self.seconds:g}s" if self.seconds else f"{self.steps}steps"
 
 
+@functools.cache  # the settings of an arm are asked for with every run that is looked for
 def flop_of_step(config: Config, looping: bool) -> int:
     """Floating-point operations of the products with weights in both passes of one step.
 

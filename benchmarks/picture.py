@@ -17,18 +17,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import paired, results
+from benchmarks import answers, paired, results
 from tools import REPO
 
 BESIDE = "beside-fineweb_sample_sp1024-60s"
 SCORING = "0.5/ttt-fineweb_sample_sp1024"  # frozen: the table of these figures is in results/0.5.md
 WAYS = ("round trip", "sliding window", "SGD", "LoRA")
 STACKS = "experiments-stacks-fineweb_sample_sp1024-"
-# Three sizes after equal CPU seconds, and after equal floating-point operations of training.
-STACK_RUNS = {
-    "equal seconds": ("4x64-40s", "4x128-80s", "4x208-160s"),
-    "equal operations": ("4x64-1.5tflop", "4x128-3tflop", "4x208-6tflop"),
-}
+STACK_RUNS = {equal: [run for _, run in runs] for equal, runs in answers.STACKS.items()}
 QUANTIZERS = "divergence-35.9M"
 ESTIMATE = REPO / "docs" / "estimate.md"  # the last column of its table is the default's
 PUBLIC = {"#1855": 1.0611, "#2135": 1.0565}  # as docs/estimate.md has them
