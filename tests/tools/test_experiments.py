@@ -105,7 +105,8 @@ def test_the_command_under_a_table_has_the_settings_of_its_run(path: Path) -> No
     arm = experiments.read_arms(experiments.read_json(given.table), given.size)[name]
     values = {**arm.settings, "VOCAB_SIZE": "1024", **dict(one.split("=", 1) for one in given.set)}
     values.update(Budget(given.steps, given.seconds, given.tflop).settings(values))
-    assert values.items() <= runs[0]["settings"].items()
+    values.update(DATA_PATH=given.data.name, TOKENIZER_PATH=given.tokenizer.name)
+    assert values == runs[0]["settings"]
 
 
 class Fake:
