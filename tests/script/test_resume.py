@@ -25,13 +25,10 @@ from tests.support.planted import (
 )  # fmt: skip
 from tests.support.processes import SCRIPT, Ended, Lab, train_losses
 
-# Its steps would count as well, and the signal come in one of them.
-NO_WARMUP = {"WARMUP_STEPS": 0}
-
 
 def stop_at(lab: Lab, step: int, number: int = signal.SIGTERM, **changes: Any) -> Ended:
     """A run that gets a signal in the middle of a step; the process must save and leave soon."""
-    ended = lab.start(fault=signal_at_step(step, number), **NO_WARMUP, **changes).wait()
+    ended = lab.start(fault=signal_at_step(step, number), **changes).wait()
     assert ended.status == 128 + number, ended.err
     assert f"stopped by signal {number}; continue with RESUME={ended.directory}\n" in ended.out
     assert f"signal {number}: ends after the step under way, with a checkpoint" in ended.err
@@ -73,12 +70,12 @@ def test_a_run_stopped_twice_equals_one_never_stopped(lab: Lab, finished: Ended)
 
 def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, finished: Ended) -> None:
     # One rank catches it: all save and leave.
-    ranks = lab.ranks(2, each={1: {"fault": signal_at_step(1)}}, **NO_WARMUP)
+    ranks = lab.ranks(2, each={1: {"fault": signal_at_step(1)}})
     ended = [rank.wait() for rank in ranks]
     assert all(one.status == 128 + signal.SIGTERM for one in ended) and "stopped by signal" in ended[0].out
     directory = ended[0].directory
     stop_at(lab, 4, RESUME=directory)
-    ranks = lab.ranks(2, RESUME=directory)
+    ranks = lab.ranks(2, RESUME=directory, WARMUP_STEPS=1)
     last, _ = (rank.wait() for rank in ranks)
     assert last.status == 0, last.err
     assert last.summary["stream_hash"] == finished.summary["stream_hash"]
@@ -98,7 +95,7 @@ def test_the_clock_goes_on_where_it_stopped_and_what_was_trained_is_not_trained_
     ended = lab.run(fault=clock + signal_at_step(10), **changes)
     assert ended.status == 128 + signal.SIGTERM, ended.err
     kill = in_phase("eval_roundtrip", send(signal.SIGKILL))
-    killed = lab.run(fault=clock + kill, RESUME=ended.directory, **changes)
+    killed = lab.run(fault=clock + kill, RESUME=ended.directory, WARMUP_STEPS=1, **changes)
     assert killed.status == -signal.SIGKILL
     (resumed_ms,) = re.findall(r"^resumed:\S+ step:10 train_time:(\d+)ms", killed.out, re.M)
     assert int(resumed_ms) == 400
@@ -216,7 +213,7 @@ DIVERGES = after_step(3, 'given[0].param_groups[0]["params"][0].data[0] = float(
 
 
 def test_a_loss_that_is_not_finite_stops_with_all_that_one_needs_to_go_on(lab: Lab, finished: Ended) -> None:
-    ended = lab.run(fault=DIVERGES, WARMUP_STEPS=0, CHECKPOINT_EVERY_SECONDS=0.001)
+    ended = lab.run(fault=DIVERGES, CHECKPOINT_EVERY_SECONDS=0.001)
     assert ended.status == 1 and "Traceback" not in ended.err
     checkpoint = ended.directory / "checkpoint.pt"
     told = f"error: step 4, batch at token {3 * 256}: train_loss nan, grad_norm nan; lower MATRIX_LR"
@@ -280,7 +277,7 @@ def test_a_signal_in_the_last_validation_of_training_is_heard(lab: Lab) -> None:
             sys.trained = False
             {send(signal.SIGTERM)}
     """)  # fmt: skip
-    ended = lab.run(fault=fault, VAL_LOSS_EVERY=6, **NO_WARMUP)
+    ended = lab.run(fault=fault, VAL_LOSS_EVERY=6)
     assert ended.status == 128 + signal.SIGTERM
     assert ended.out.splitlines()[-1] == f"stopped by signal 15; continue with RESUME={ended.directory}"
     assert re.search("^step:6/6 val_loss", ended.out, re.M) and "gptq:" not in ended.out

@@ -181,7 +181,7 @@ def traced(lab: Lab, **changes: Any) -> tuple[Ended, list[Event]]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[Ended, list[Event]]:
     """A traced run, with a warm-up and a validation between steps; to be read only."""
-    return traced(Lab(tmp_path_factory.mktemp("whole"), dataset), VAL_LOSS_EVERY=3)
+    return traced(Lab(tmp_path_factory.mktemp("whole"), dataset), VAL_LOSS_EVERY=3, WARMUP_STEPS=1)
 
 
 def test_a_traced_run_has_the_same_bits(whole: tuple[Ended, list[Event]], finished: Ended) -> None:
@@ -301,7 +301,7 @@ def test_a_run_on_a_gpu_has_all_lanes_and_the_same_stream(lab: Lab) -> None:
 
 def test_a_profile_holds_its_steps_alone_and_the_same_bits(lab: Lab, finished: Ended) -> None:
     """Two of six steps, their operators beside their spans, and no others; a signal ends it with a file."""
-    ended = lab.succeed(PROFILE_STEPS="3:5")
+    ended = lab.succeed(PROFILE_STEPS="3:5", WARMUP_STEPS=1)
     assert results(ended) == results(finished)
     profile = json.loads((ended.directory / "profile_rank0.json").read_text())["traceEvents"]
     adds = [event for event in profile if event.get("name") == "aten::embedding_dense_backward"]
