@@ -2,10 +2,12 @@
 
 import argparse
 import ast
+import functools
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -55,8 +57,8 @@ QUICK_LEGAL = ["batches-by-ranks", "cache-of-scored-tokens", "learns-in-place", 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def mutants_count_the_same_bytes() -> Iterator[None]:
-    """Those of the script, wrapped once."""
+def scripts_are_compiled_and_wrapped_once() -> Iterator[None]:
+    """Every mutant is the script loaded afresh: it has the same code, and counts the same bytes."""
     load = mutants.load_script
 
     def load_script(path: Path) -> ModuleType:
@@ -64,7 +66,9 @@ def mutants_count_the_same_bytes() -> Iterator[None]:
         vars(script)["shipped_code"] = SHIPPED_CODE
         return script
 
+    compiled_once = functools.cache(SourceFileLoader.source_to_code)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SourceFileLoader, "source_to_code", compiled_once)
         patch.setattr(mutants, "load_script", load_script)
         yield
 
