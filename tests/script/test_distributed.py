@@ -14,7 +14,7 @@ import torch
 
 import train_gpt
 from tests.support.planted import after_step, in_phase, send, signal_at_step
-from tests.support.processes import SCRIPT, Ended, Lab, train_losses
+from tests.support.processes import ROUNDED, SCRIPT, Ended, Lab, train_losses
 
 PEER_IS_GONE = "rank 0: ends: another rank has ended or does not answer\n"
 
@@ -111,7 +111,7 @@ def test_a_rank_that_stalls_ends_its_peers(where: str, lab: Lab) -> None:
         return after_step(3, action) if in_training else in_phase("eval_sliding_window", action)
 
     stalls = {1: {"fault": at(send(signal.SIGSTOP))}}
-    ranks = lab.ranks(2, stalls, fault=at(LOSE_PATIENCE))
+    ranks = lab.ranks(2, stalls, fault=at(LOSE_PATIENCE), **ROUNDED)
     try:
         ended = ranks[0].wait()
     finally:

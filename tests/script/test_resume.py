@@ -23,7 +23,7 @@ from tests.support.planted import (
     send,
     signal_at_step,
 )  # fmt: skip
-from tests.support.processes import SCRIPT, Ended, Lab, train_losses
+from tests.support.processes import ROUNDED, SCRIPT, SHORT_END, Ended, Lab, train_losses
 
 
 def stop_at(lab: Lab, step: int, number: int = signal.SIGTERM, **changes: Any) -> Ended:
@@ -89,8 +89,8 @@ def test_the_clock_goes_on_where_it_stopped_and_what_was_trained_is_not_trained_
 
     A run is stopped in its training, goes on, is killed while it is scored, and goes on once more.
     """
-    changes: dict[str, Any] = {"MAX_WALLCLOCK_SECONDS": 1.0, "GPTQ_RESERVE_SECONDS": 0.3, "EVAL_STRIDE": 0,
-                               "ITERATIONS": 100000, "TTT_ENABLED": 0, "TRAIN_LOG_EVERY": 5}  # fmt: skip
+    changes: dict[str, Any] = {**SHORT_END, "GPTQ": 1, "MAX_WALLCLOCK_SECONDS": 1.0, "TRAIN_LOG_EVERY": 5,
+                               "GPTQ_RESERVE_SECONDS": 0.3, "ITERATIONS": 100000}  # fmt: skip
     clock = counted_clock()
     ended = lab.run(fault=clock + signal_at_step(10), **changes)
     assert ended.status == 128 + signal.SIGTERM, ended.err
@@ -115,7 +115,7 @@ def test_the_clock_goes_on_where_it_stopped_and_what_was_trained_is_not_trained_
 
 
 def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: Lab) -> None:
-    ended = lab.run(fault=in_phase("eval_sliding_window", send(signal.SIGTERM)), TTT_ENABLED=0)
+    ended = lab.run(fault=in_phase("eval_sliding_window", send(signal.SIGTERM)), **ROUNDED, TTT_ENABLED=0)
     assert ended.status == 128 + signal.SIGTERM and "Traceback" not in ended.err
     ways = f"RESUME={ended.directory}", f"EVAL_ONLY={ended.directory / 'model.bin'}"
     assert all(words in ended.err for words in (*ways, "phase eval_sliding_window"))
@@ -184,8 +184,7 @@ def test_other_data_and_another_tokenizer_are_refused(copy: Path, lab: Lab) -> N
 def test_a_full_disk_or_no_memory_costs_a_checkpoint_and_not_the_run(lab: Lab) -> None:
     fault = "import torch\nerrors = [MemoryError(), torch.cuda.OutOfMemoryError('none is left')]\n"
     fault += before("torch.save", "if errors:\n    raise errors.pop()") + full_disk("checkpoint.pt.tmp")
-    changes = {"CHECKPOINT_EVERY_SECONDS": 0.001, "ITERATIONS": 3, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
-    ended = lab.succeed(fault=fault, **changes)
+    ended = lab.succeed(fault=fault, CHECKPOINT_EVERY_SECONDS=0.001, ITERATIONS=3, **SHORT_END)
     warnings = re.findall(r"^warning: no checkpoint of step \d, none is replaced: (.+)$", ended.out, re.M)
     for warning, told in zip(warnings, ("none is left", "MemoryError()", "No space left"), strict=False):
         assert told in warning
@@ -194,7 +193,7 @@ def test_a_full_disk_or_no_memory_costs_a_checkpoint_and_not_the_run(lab: Lab) -
 
 
 def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab, finished: Ended) -> None:
-    ended = lab.run(fault=full_disk("summary.json.tmp"))
+    ended = lab.run(fault=full_disk("summary.json.tmp"), **SHORT_END)
     assert ended.status == 1 and "Traceback" not in ended.err
     assert "summary.json" in ended.err and "No space left" in ended.err
     assert not (ended.directory / "summary.json").exists() and (ended.directory / "checkpoint.pt").exists()

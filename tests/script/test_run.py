@@ -18,7 +18,7 @@ from data import shards
 from tests.support.loaders import write_shards
 from tests.support.models import tiny_config
 from tests.support.planted import FORWARD_SECONDS, before, counted_clock
-from tests.support.processes import SCRIPT, Ended, Lab, results
+from tests.support.processes import SCRIPT, SHORT_END, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
 
 FILES = """config.env eval_modes.json log.txt metrics.jsonl model.bin nats_legal_ttt.bin nats_roundtrip.bin
@@ -222,7 +222,7 @@ def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
     """However many batches are asked for: as many are taken as the clock, which counts work, allows."""
     clock = {"MAX_WALLCLOCK_SECONDS": 0.91, "GPTQ_RESERVE_SECONDS": 0.3, "GPTQ_CALIBRATION_BATCHES": 100_000}
     changes = {**clock, "WARMUP_STEPS": 1, "ITERATIONS": 100_000, "VAL_LOSS_EVERY": 7}
-    changes |= {"EVAL_STRIDE": 0, "TTT_ENABLED": 0}
+    changes |= {**SHORT_END, "GPTQ": 1}
     ended = lab.succeed(fault=counted_clock(), **changes)
     # Steps take 0.04 s: 15 fit into 0.61 s, of which one is kept free. Validation stops the clock.
     assert ended.summary["steps"] == 14

@@ -28,7 +28,7 @@ from tests.support.waiting import DEADLINE_SECONDS
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "train_gpt.py"
-PRELOAD = "torch._dynamo torch._refs torch.distributed numpy sentencepiece"
+PRELOAD = "torch._dynamo torch._refs torch.distributed numpy.ma sentencepiece"
 SERVER = multiprocessing.get_context("forkserver")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 OF_THE_PROCESS = ("PATH", "OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # of the process, not of a run
@@ -43,6 +43,10 @@ TINY_RUN: dict[str, object] = {
     "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 32, "TTT_BATCH_SIZE": 4, "GPTQ_CALIBRATION_BATCHES": 4,
     "ARTIFACT_BYTES_MAX": 1_000_000, "RUN_ID": "run",
 }  # fmt: skip
+# For tests to which it is all the same how well weights are coded, and those that ask for one score alone: a
+# third of the time of a run.
+ROUNDED = {"GPTQ": 0, "TRELLIS": 0, "RATE_CONTROL": 0}
+SHORT_END = {**ROUNDED, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
 
 
 class Hung(AssertionError):

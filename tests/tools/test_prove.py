@@ -16,7 +16,7 @@ import pytest
 
 import train_gpt
 from data import shards
-from tests.support.processes import Lab
+from tests.support.processes import ROUNDED, Lab
 from tests.tools.conftest import SHIPPED_CODE, Tool
 from tools.__main__ import main
 from tools.check.findings import Finding, Level, Mode
@@ -452,7 +452,7 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
     lab: Lab, tool: Tool
 ) -> None:
     settings = {"VAL_TOKENS_LIMIT": 0, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01,
-                "TTT_BATCH_SIZE": 10}  # fmt: skip
+                "TTT_BATCH_SIZE": 10, **ROUNDED}  # fmt: skip
     run = lab.succeed(**settings, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
     assert "sliding_window" in tool("prove", "--replay", run, "--documents", 2)
 
