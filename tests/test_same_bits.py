@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests import same_bits
-from tests.support.processes import Lab
+from tests.support.processes import SHORT_END, Lab
 
-SHORT = {"ITERATIONS": 2, "VAL_LOSS_EVERY": 0, "GPTQ": 0, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
+SHORT = {"ITERATIONS": 2, "VAL_LOSS_EVERY": 0, **SHORT_END}
 
 
 def test_equal_scripts_are_equal_and_other_weights_are_seen(

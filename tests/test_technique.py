@@ -13,7 +13,7 @@ import pytest
 
 from tests.script import test_style
 from tests.support.patches import apply
-from tests.support.processes import Ended, Lab, train_losses
+from tests.support.processes import SHORT_END, Ended, Lab, train_losses
 from tools.runs.load import load_script
 
 
@@ -35,7 +35,7 @@ def patched(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_works_and_its_off_is_off(patched: Path, lab: Lab, finished: Ended) -> None:
-    given = {"script": patched / "train_gpt.py", "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
+    given = {"script": patched / "train_gpt.py", **SHORT_END}
     off = train_losses(lab.elsewhere("off").succeed(**given))
     assert off == train_losses(finished)
     on = train_losses(lab.elsewhere("on").succeed(**given, Z_LOSS=0.01))

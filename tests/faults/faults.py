@@ -29,7 +29,7 @@ from tests.support.processes import PRELOAD, SERVER, Ended, Hung, Lab, Started, 
 
 Kind = Callable[[Lab, Ended, random.Random], None]
 SHARD_TOKENS = 400  # so that a step needs one or two
-SAVING: dict[str, Any] = {"CHECKPOINT_EVERY_SECONDS": 0.02}
+SAVING: dict[str, Any] = {"CHECKPOINT_EVERY_SECONDS": 0.02, "WARMUP_STEPS": 1}
 SLOW = "import time\n" + before("torch.optim.AdamW.step", "time.sleep(0.05)")
 MARKS = {  # what a run has printed when a phase begins, of a run that begins at the first step
     "setup": "", "warm-up": "seed:", "train": "step:1/", "late in training": "step:5/", "hessians": "step:6/",

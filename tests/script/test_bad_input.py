@@ -24,7 +24,7 @@ import torch
 
 import train_gpt
 from data.shards import BOS_ID, write_shard
-from tests.support.processes import ONE_THREAD, SCRIPT, TINY_RUN, Ended, Lab
+from tests.support.processes import ONE_THREAD, SCRIPT, SHORT_END, TINY_RUN, Ended, Lab
 from tests.support.tiny import VOCAB_SIZE, tokens_of
 from tests.support.waiting import DEADLINE_SECONDS
 
@@ -298,7 +298,7 @@ def test_a_closed_console_and_odd_paths_end_no_run(lab: Lab) -> None:
     folder = lab.folder / "two words, ümlaut 中 # end"
     folder.mkdir()
     lab = Lab(folder, lab.copy_dataset("中 data [1]*").dataset)
-    ended = lab.succeed(fault=NOBODY_READS, EVAL_STRIDE=0, TTT_ENABLED=0)
+    ended = lab.succeed(fault=NOBODY_READS, **SHORT_END)
     log = (ended.directory / "log.txt").read_text("utf-8")
     assert ended.summary["exit"] == "finished"
     assert all(words in log for words in ("step:6/6", str(folder), "done: "))
@@ -325,7 +325,7 @@ for number, changes in enumerate([{}, {b"DATA_PATH": "/d\\xe4t\\xe4".encode("utf
 
 
 def test_a_locale_that_is_not_utf_8(lab: Lab) -> None:
-    settings = lab.settings(ITERATIONS=1, EVAL_STRIDE=0, TTT_ENABLED=0, **ASCII)
+    settings = lab.settings(ITERATIONS=1, **SHORT_END, **ASCII)
     done = subprocess.run(
         [sys.executable, "-c", IN_TURN, str(SCRIPT)], env=settings, cwd=lab.folder, stdin=subprocess.DEVNULL,
         capture_output=True, timeout=DEADLINE_SECONDS,

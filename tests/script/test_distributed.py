@@ -14,7 +14,7 @@ import torch
 
 import train_gpt
 from tests.support.planted import after_step, in_phase, send, signal_at_step
-from tests.support.processes import SCRIPT, Ended, Lab, train_losses
+from tests.support.processes import ROUNDED, SCRIPT, Ended, Lab, train_losses
 
 PEER_IS_GONE = "rank 0: ends: another rank has ended or does not answer\n"
 
@@ -33,7 +33,8 @@ ON_ANOTHER_DISK = "os.mkdir('node2'); os.chdir('node2')"
 
 def test_ranks_give_the_losses_and_scores_of_one_and_need_no_common_disk(finished: Ended, lab: Lab) -> None:
     """Only rank 0 can read what it wrote; traces of the others are on their own node."""
-    ended = finish(lab, 4, each={1: {"fault": ON_ANOTHER_DISK}}, RUNS_DIR="runs", TRACE_STEPS="1:3")
+    ended = finish(lab, 4, each={1: {"fault": ON_ANOTHER_DISK}}, RUNS_DIR="runs", TRACE_STEPS="1:3",
+                   WARMUP_STEPS=1)
     first, second = lab.folder / "runs" / "run", lab.folder / "node2" / "runs" / "run"
     ended = dataclasses.replace(ended, runs_dir=first.parent)
     hardware = ended.summary["hardware"]
@@ -110,7 +111,7 @@ def test_a_rank_that_stalls_ends_its_peers(where: str, lab: Lab) -> None:
         return after_step(3, action) if in_training else in_phase("eval_sliding_window", action)
 
     stalls = {1: {"fault": at(send(signal.SIGSTOP))}}
-    ranks = lab.ranks(2, stalls, fault=at(LOSE_PATIENCE), WARMUP_STEPS=0)
+    ranks = lab.ranks(2, stalls, fault=at(LOSE_PATIENCE), **ROUNDED)
     try:
         ended = ranks[0].wait()
     finally:

@@ -17,7 +17,7 @@ import train_gpt
 from tests.support import tiny
 from tests.support.before import before
 from tests.support.planted import counted_clock
-from tests.support.processes import Lab
+from tests.support.processes import ROUNDED, Lab
 from tests.support.ranks import on_ranks
 from tools.check.findings import Level, Mode
 from tools.prove import probes, ranks
@@ -350,7 +350,7 @@ def test_diagnostics_follow_in_time(limit: str, left_out: int, monkeypatch: pyte
 
 def test_eval_only_follows_the_modes_beside_its_artifact_unless_there_is_no_limit(lab: Lab) -> None:
     adapters = {"TTT_BATCH_SIZE": 1, "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
-    short = {**adapters, "ITERATIONS": 1, "MAX_EVAL_SECONDS": 30, "VAL_TOKENS_LIMIT": 500}
+    short = {**adapters, **ROUNDED, "ITERATIONS": 1, "MAX_EVAL_SECONDS": 30, "VAL_TOKENS_LIMIT": 500}
     first = lab.succeed(fault=counted_clock(forward_seconds=1), **short)
     modes = json.loads((first.directory / "eval_modes.json").read_bytes())
     learned = first.summary["losses"]["legal_ttt"]["learned_tokens"]

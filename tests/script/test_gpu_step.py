@@ -24,6 +24,7 @@ from tests.support import attention_packages, tiny
 from tests.support.loaders import write_shards
 from tests.support.models import random_batches, tiny_config
 from tests.support.planted import before
+from tests.support.processes import SHORT_END
 from train_gpt import GPT, Config, Machine, Ops, StepResult
 
 # --- no step waits for the device ---
@@ -410,8 +411,8 @@ COUNTED_CHOICES = before("torch.autograd.functional.vjp", 'print("a form is look
 def test_kernels_are_chosen_once_in_a_run(lab: Any) -> None:
     """Chosen anew at reload, a form that trained could be another one than the one that scores."""
     size = {"NUM_LAYERS": 1, "NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1, "XSA_LAST_N": 1}
-    short = {"ITERATIONS": 1, "WARMUP_STEPS": 0, "TRAIN_BATCH_TOKENS": 64, "GPTQ": 0, "VAL_TOKENS_LIMIT": 64}
-    off = {"TTT_ENABLED": 0, "EVAL_STRIDE": 0, "TRITON_INTERPRET": 1}
+    short = {"ITERATIONS": 1, "WARMUP_STEPS": 0, "TRAIN_BATCH_TOKENS": 64, "VAL_TOKENS_LIMIT": 64}
+    off = {**SHORT_END, "TRITON_INTERPRET": 1}
     ended = lab.succeed(fault=COUNTED_CHOICES, FUSED_HEADS=1, **size, **short, **off)
     # The plain form, which shows what is right, and the kernel.
     assert re.findall(r"^fused_heads:kernel tried: kernel error:", ended.out, re.MULTILINE)

@@ -23,15 +23,12 @@ from tests.support.planted import (
     send,
     signal_at_step,
 )  # fmt: skip
-from tests.support.processes import SCRIPT, Ended, Lab, train_losses
-
-# Its steps would count as well, and the signal come in one of them.
-NO_WARMUP = {"WARMUP_STEPS": 0}
+from tests.support.processes import ROUNDED, SCRIPT, SHORT_END, Ended, Lab, train_losses
 
 
 def stop_at(lab: Lab, step: int, number: int = signal.SIGTERM, **changes: Any) -> Ended:
     """A run that gets a signal in the middle of a step; the process must save and leave soon."""
-    ended = lab.start(fault=signal_at_step(step, number), **NO_WARMUP, **changes).wait()
+    ended = lab.start(fault=signal_at_step(step, number), **changes).wait()
     assert ended.status == 128 + number, ended.err
     assert f"stopped by signal {number}; continue with RESUME={ended.directory}\n" in ended.out
     assert f"signal {number}: ends after the step under way, with a checkpoint" in ended.err
@@ -73,12 +70,12 @@ def test_a_run_stopped_twice_equals_one_never_stopped(lab: Lab, finished: Ended)
 
 def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, finished: Ended) -> None:
     # One rank catches it: all save and leave.
-    ranks = lab.ranks(2, each={1: {"fault": signal_at_step(1)}}, **NO_WARMUP)
+    ranks = lab.ranks(2, each={1: {"fault": signal_at_step(1)}})
     ended = [rank.wait() for rank in ranks]
     assert all(one.status == 128 + signal.SIGTERM for one in ended) and "stopped by signal" in ended[0].out
     directory = ended[0].directory
     stop_at(lab, 4, RESUME=directory)
-    ranks = lab.ranks(2, RESUME=directory)
+    ranks = lab.ranks(2, RESUME=directory, WARMUP_STEPS=1)
     last, _ = (rank.wait() for rank in ranks)
     assert last.status == 0, last.err
     assert last.summary["stream_hash"] == finished.summary["stream_hash"]
@@ -92,13 +89,13 @@ def test_the_clock_goes_on_where_it_stopped_and_what_was_trained_is_not_trained_
 
     A run is stopped in its training, goes on, is killed while it is scored, and goes on once more.
     """
-    changes: dict[str, Any] = {"MAX_WALLCLOCK_SECONDS": 1.0, "GPTQ_RESERVE_SECONDS": 0.3, "EVAL_STRIDE": 0,
-                               "ITERATIONS": 100000, "TTT_ENABLED": 0, "TRAIN_LOG_EVERY": 5}  # fmt: skip
+    changes: dict[str, Any] = {**SHORT_END, "GPTQ": 1, "MAX_WALLCLOCK_SECONDS": 1.0, "TRAIN_LOG_EVERY": 5,
+                               "GPTQ_RESERVE_SECONDS": 0.3, "ITERATIONS": 100000}  # fmt: skip
     clock = counted_clock()
     ended = lab.run(fault=clock + signal_at_step(10), **changes)
     assert ended.status == 128 + signal.SIGTERM, ended.err
     kill = in_phase("eval_roundtrip", send(signal.SIGKILL))
-    killed = lab.run(fault=clock + kill, RESUME=ended.directory, **changes)
+    killed = lab.run(fault=clock + kill, RESUME=ended.directory, WARMUP_STEPS=1, **changes)
     assert killed.status == -signal.SIGKILL
     (resumed_ms,) = re.findall(r"^resumed:\S+ step:10 train_time:(\d+)ms", killed.out, re.M)
     assert int(resumed_ms) == 400
@@ -118,7 +115,7 @@ def test_the_clock_goes_on_where_it_stopped_and_what_was_trained_is_not_trained_
 
 
 def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: Lab) -> None:
-    ended = lab.run(fault=in_phase("eval_sliding_window", send(signal.SIGTERM)), TTT_ENABLED=0)
+    ended = lab.run(fault=in_phase("eval_sliding_window", send(signal.SIGTERM)), **ROUNDED, TTT_ENABLED=0)
     assert ended.status == 128 + signal.SIGTERM and "Traceback" not in ended.err
     ways = f"RESUME={ended.directory}", f"EVAL_ONLY={ended.directory / 'model.bin'}"
     assert all(words in ended.err for words in (*ways, "phase eval_sliding_window"))
@@ -187,8 +184,7 @@ def test_other_data_and_another_tokenizer_are_refused(copy: Path, lab: Lab) -> N
 def test_a_full_disk_or_no_memory_costs_a_checkpoint_and_not_the_run(lab: Lab) -> None:
     fault = "import torch\nerrors = [MemoryError(), torch.cuda.OutOfMemoryError('none is left')]\n"
     fault += before("torch.save", "if errors:\n    raise errors.pop()") + full_disk("checkpoint.pt.tmp")
-    changes = {"CHECKPOINT_EVERY_SECONDS": 0.001, "ITERATIONS": 3, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
-    ended = lab.succeed(fault=fault, **changes)
+    ended = lab.succeed(fault=fault, CHECKPOINT_EVERY_SECONDS=0.001, ITERATIONS=3, **SHORT_END)
     warnings = re.findall(r"^warning: no checkpoint of step \d, none is replaced: (.+)$", ended.out, re.M)
     for warning, told in zip(warnings, ("none is left", "MemoryError()", "No space left"), strict=False):
         assert told in warning
@@ -197,7 +193,7 @@ def test_a_full_disk_or_no_memory_costs_a_checkpoint_and_not_the_run(lab: Lab) -
 
 
 def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab, finished: Ended) -> None:
-    ended = lab.run(fault=full_disk("summary.json.tmp"))
+    ended = lab.run(fault=full_disk("summary.json.tmp"), **SHORT_END)
     assert ended.status == 1 and "Traceback" not in ended.err
     assert "summary.json" in ended.err and "No space left" in ended.err
     assert not (ended.directory / "summary.json").exists() and (ended.directory / "checkpoint.pt").exists()
@@ -216,7 +212,7 @@ DIVERGES = after_step(3, 'given[0].param_groups[0]["params"][0].data[0] = float(
 
 
 def test_a_loss_that_is_not_finite_stops_with_all_that_one_needs_to_go_on(lab: Lab, finished: Ended) -> None:
-    ended = lab.run(fault=DIVERGES, WARMUP_STEPS=0, CHECKPOINT_EVERY_SECONDS=0.001)
+    ended = lab.run(fault=DIVERGES, CHECKPOINT_EVERY_SECONDS=0.001)
     assert ended.status == 1 and "Traceback" not in ended.err
     checkpoint = ended.directory / "checkpoint.pt"
     told = f"error: step 4, batch at token {3 * 256}: train_loss nan, grad_norm nan; lower MATRIX_LR"
@@ -280,7 +276,7 @@ def test_a_signal_in_the_last_validation_of_training_is_heard(lab: Lab) -> None:
             sys.trained = False
             {send(signal.SIGTERM)}
     """)  # fmt: skip
-    ended = lab.run(fault=fault, VAL_LOSS_EVERY=6, **NO_WARMUP)
+    ended = lab.run(fault=fault, VAL_LOSS_EVERY=6)
     assert ended.status == 128 + signal.SIGTERM
     assert ended.out.splitlines()[-1] == f"stopped by signal 15; continue with RESUME={ended.directory}"
     assert re.search("^step:6/6 val_loss", ended.out, re.M) and "gptq:" not in ended.out

@@ -18,7 +18,7 @@ from data import shards
 from tests.support.loaders import write_shards
 from tests.support.models import tiny_config
 from tests.support.planted import FORWARD_SECONDS, before, counted_clock
-from tests.support.processes import SCRIPT, Ended, Lab, results
+from tests.support.processes import SCRIPT, SHORT_END, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
 
 FILES = """config.env eval_modes.json log.txt metrics.jsonl model.bin nats_legal_ttt.bin nats_roundtrip.bin
@@ -190,7 +190,7 @@ def test_its_config_starts_the_run_again_and_another_seed_is_another_run(finishe
 
 
 @pytest.mark.parametrize("changes", [
-    {"WARMUP_STEPS": 0, "TRAIN_PREFETCH": 0, "VAL_PREFETCH": 0},
+    {"TRAIN_PREFETCH": 0, "VAL_PREFETCH": 0},
     {"WARMUP_STEPS": 3, "VAL_LOSS_EVERY": 2, "TRAINING_TIMING_BREAKDOWN": 1, "TRAINING_TIMING_EVERY": 2,
      "CHECKPOINT_EVERY_SECONDS": 0.01, "SAVE_FLOAT": 1, "VAL_PROGRESS_LOG_EVERY": 100},
 ], ids=["as little as may be", "watched closely"])  # fmt: skip
@@ -221,7 +221,8 @@ def assert_float_weights(ended: Ended) -> None:
 def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
     """However many batches are asked for: as many are taken as the clock, which counts work, allows."""
     clock = {"MAX_WALLCLOCK_SECONDS": 0.91, "GPTQ_RESERVE_SECONDS": 0.3, "GPTQ_CALIBRATION_BATCHES": 100_000}
-    changes = {**clock, "ITERATIONS": 100_000, "VAL_LOSS_EVERY": 7, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
+    changes = {**clock, "WARMUP_STEPS": 1, "ITERATIONS": 100_000, "VAL_LOSS_EVERY": 7}
+    changes |= {**SHORT_END, "GPTQ": 1}
     ended = lab.succeed(fault=counted_clock(), **changes)
     # Steps take 0.04 s: 15 fit into 0.61 s, of which one is kept free. Validation stops the clock.
     assert ended.summary["steps"] == 14
@@ -314,7 +315,7 @@ def test_what_would_fail_at_the_end_fails_before_the_first_step(
     part: str, ranks: int, function: str, condition: str, lab: Lab
 ) -> None:
     fault = before(function, PLANTED.replace("CONDITION", condition))
-    ended = [started.wait() for started in lab.ranks(ranks, fault=fault)]
+    ended = [started.wait() for started in lab.ranks(ranks, fault=fault, WARMUP_STEPS=1)]
     assert all(one.status == 1 for one in ended)
     told = ended[-1].err.splitlines()
     assert "RuntimeError: a planted fault" in told

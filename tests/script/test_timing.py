@@ -15,7 +15,7 @@ import torch
 import train_gpt
 from tests.support.fake_gpu import COPY_US, DEVICE_US, HOST_US, STAGE_MS, FakeGpu
 from tests.support.planted import signal_at_step
-from tests.support.processes import Ended, Lab, results
+from tests.support.processes import SHORT_END, Ended, Lab, results
 from tools.trace.timeline import lane_spans
 from train_gpt import LANES, StepTimer, Trace
 
@@ -181,7 +181,7 @@ def traced(lab: Lab, **changes: Any) -> tuple[Ended, list[Event]]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[Ended, list[Event]]:
     """A traced run, with a warm-up and a validation between steps; to be read only."""
-    return traced(Lab(tmp_path_factory.mktemp("whole"), dataset), VAL_LOSS_EVERY=3)
+    return traced(Lab(tmp_path_factory.mktemp("whole"), dataset), VAL_LOSS_EVERY=3, WARMUP_STEPS=1)
 
 
 def test_a_traced_run_has_the_same_bits(whole: tuple[Ended, list[Event]], finished: Ended) -> None:
@@ -225,8 +225,7 @@ def test_every_step_and_its_parts_are_there_and_spans_nest(whole: tuple[Ended, l
 
 def test_only_the_steps_asked_for_are_written_and_shards_read_in_a_step(lab: Lab) -> None:
     """With a reader and a stage that read and gather in the step itself, and every shard read again."""
-    changes = {"TRAIN_PREFETCH": 0, "VAL_LOSS_EVERY": 1, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
-    _, events = traced(lab, TRACE_STEPS="3:5", **changes)
+    _, events = traced(lab, TRACE_STEPS="3:5", TRAIN_PREFETCH=0, VAL_LOSS_EVERY=1, **SHORT_END)
     assert steps(events) == [3, 4]
     # No shard is read in these steps: the lane says which one lies ready.
     assert {event["name"] for event in events if event["ph"] == "X" and event["tid"] == 2} == {"disk_idle"}
@@ -238,9 +237,9 @@ def test_only_the_steps_asked_for_are_written_and_shards_read_in_a_step(lab: Lab
     inner = [event for event in events if event["ph"] == "X"]
     assert all(begin - 1e3 <= event["ts"] <= event["ts"] + event["dur"] <= after + 1e3 for event in inner)
     # Steps that are so large that each shard is read in one, and the data more than once.
-    size = {"TRAIN_BATCH_TOKENS": 4096, "MICRO_BATCH_TOKENS": 4096, "ITERATIONS": 10, "GPTQ": 0}
+    size = {"TRAIN_BATCH_TOKENS": 4096, "MICRO_BATCH_TOKENS": 4096, "ITERATIONS": 10}
     large = lab.elsewhere("large")
-    _, events = traced(large, TRAIN_PREFETCH=0, EVAL_STRIDE=0, TTT_ENABLED=0, **size)
+    _, events = traced(large, TRAIN_PREFETCH=0, **size, **SHORT_END)
     loads = spans(events, "disk_load", "disk")
     assert len(loads) == len(spans(events, "disk_load"))
     assert {span["args"]["shard"] for span in loads} == {f"fineweb_train_00000{n}.bin" for n in range(2)}
@@ -301,7 +300,7 @@ def test_a_run_on_a_gpu_has_all_lanes_and_the_same_stream(lab: Lab) -> None:
 
 def test_a_profile_holds_its_steps_alone_and_the_same_bits(lab: Lab, finished: Ended) -> None:
     """Two of six steps, their operators beside their spans, and no others; a signal ends it with a file."""
-    ended = lab.succeed(PROFILE_STEPS="3:5")
+    ended = lab.succeed(PROFILE_STEPS="3:5", WARMUP_STEPS=1)
     assert results(ended) == results(finished)
     profile = json.loads((ended.directory / "profile_rank0.json").read_text())["traceEvents"]
     adds = [event for event in profile if event.get("name") == "aten::embedding_dense_backward"]

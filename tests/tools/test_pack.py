@@ -16,7 +16,7 @@ import pytest
 
 from data.files import sha256_file
 from tests.support import case
-from tests.support.processes import Lab, results
+from tests.support.processes import SHORT_END, Lab, results
 from tests.support.runs import CONFIG, SOURCE, TEXT_BYTES, make_run, make_runs, pack, wrap
 from tests.tools.conftest import Tool
 from tools.__main__ import main
@@ -339,7 +339,7 @@ def test_the_packed_script_alone_is_the_record(lab: Lab) -> None:
     clone = lab.elsewhere("challenge")
     data = shutil.copytree(lab.dataset, clone.folder / "data/datasets/tiny").relative_to(clone.folder)
     settings = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "VAL_TOKENS_LIMIT": 0}
-    run = clone.succeed(**settings, TTT_ENABLED=0, EVAL_STRIDE=0)
+    run = clone.succeed(**settings, **SHORT_END)
     folder = pack(clone.folder / "records", [run.directory])
     assert main(["check", str(folder)]) == 0
     assert "\nSEED=1337 python train_gpt.py\n" in (folder / "README.md").read_text()

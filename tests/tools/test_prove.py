@@ -2,10 +2,12 @@
 
 import argparse
 import ast
+import functools
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +16,7 @@ import pytest
 
 import train_gpt
 from data import shards
-from tests.support.processes import Lab
+from tests.support.processes import ROUNDED, Lab
 from tests.tools.conftest import SHIPPED_CODE, Tool
 from tools.__main__ import main
 from tools.check.findings import Finding, Level, Mode
@@ -55,8 +57,8 @@ QUICK_LEGAL = ["batches-by-ranks", "cache-of-scored-tokens", "learns-in-place", 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def mutants_count_the_same_bytes() -> Iterator[None]:
-    """Those of the script, wrapped once."""
+def scripts_are_compiled_and_wrapped_once() -> Iterator[None]:
+    """Every mutant is the script loaded afresh: it has the same code, and counts the same bytes."""
     load = mutants.load_script
 
     def load_script(path: Path) -> ModuleType:
@@ -64,7 +66,9 @@ def mutants_count_the_same_bytes() -> Iterator[None]:
         vars(script)["shipped_code"] = SHIPPED_CODE
         return script
 
+    compiled_once = functools.cache(SourceFileLoader.source_to_code)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SourceFileLoader, "source_to_code", compiled_once)
         patch.setattr(mutants, "load_script", load_script)
         yield
 
@@ -448,7 +452,7 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
     lab: Lab, tool: Tool
 ) -> None:
     settings = {"VAL_TOKENS_LIMIT": 0, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01,
-                "TTT_BATCH_SIZE": 10}  # fmt: skip
+                "TTT_BATCH_SIZE": 10, **ROUNDED}  # fmt: skip
     run = lab.succeed(**settings, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
     assert "sliding_window" in tool("prove", "--replay", run, "--documents", 2)
 

@@ -22,7 +22,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 
@@ -180,6 +180,7 @@ def decoded(raw: bytes) -> str:
     return raw.decode("latin-1" if encoding == "iso-8859-1" else "utf-8", errors="replace")
 
 
+@lru_cache(maxsize=8)  # a command reads one script several times
 def unwrap(text: str) -> str | None:
     """The program inside compress-and-encode shells, however many, or None for a plain script.
 
