@@ -617,8 +617,8 @@ class Machine:
         """
         if not self.compiled:
             return function
-        # Torch 2.11 fuses sums over rows with sums over columns, and at the looped graph that ends in an
-        # AssertionError. Torch 2.9 has no such fusion.
+        # Torch 2.11 can fuse sums over rows with sums over columns. At the looped graph that ends in an
+        # AssertionError. Torch 2.9 has no such option.
         fusions = torch._inductor.config.triton
         if hasattr(fusions, "mix_order_reduction"):
             fusions.mix_order_reduction = False
@@ -2314,8 +2314,6 @@ class Run:
         """Add the seconds of a block, device work included, to `phases[name]`."""
         # Work of the phase before must not be counted here.
         self.machine.wait()
-        if self.stop_signal:  # it arrived after training had looked for one
-            self.exit_by_signal(self.stop_signal)
         self.phase_name = name
         start = time.perf_counter()
         yield
@@ -2327,16 +2325,12 @@ class Run:
     def on_signal(self, number: int, _frame: Any = None) -> None:
         """The first signal in training asks for a checkpoint; any other signal ends the process."""
         if not self.training or self.stop_signal:
-            self.exit_by_signal(number)
+            print_line(f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}; "
+                       f"{self.ways_on()}", sys.stderr)
+            os._exit(128 + number)
         self.stop_signal = number  # `train` sees it, saves, and ends
         print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
                    "checkpoint if no rank is gone; a second signal ends at once", sys.stderr)
-
-    def exit_by_signal(self, number: int) -> None:
-        """End this process, and print how to continue."""
-        print_line(f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}; "
-                   f"{self.ways_on()}", sys.stderr)
-        os._exit(128 + number)
 
     def ways_on(self) -> str:
         """How to continue after the run has ended early: only files that exist are named."""
@@ -4760,8 +4754,13 @@ def main() -> int:
         config = Config.from_env(environ)
         answers = public_answers(environ)
         run = Run(this_machine(config, environ))
-        signal.signal(signal.SIGTERM, run.on_signal)
-        signal.signal(signal.SIGINT, run.on_signal)
+        signals = [signal.SIGTERM, signal.SIGINT]
+        # A lost terminal sends SIGHUP, and torchrun passes it on. Under nohup alone it stays ignored. Windows
+        # has none.
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
+        for number in signals:
+            signal.signal(number, run.on_signal)
         whole_run(config, run, answers)
         return 0
     except (ConfigError, DataError, ArtifactError, FloatingPointError, OSError) as error:

@@ -244,7 +244,7 @@ CASES = [
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """`main` catches signals, which is its process's matter."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

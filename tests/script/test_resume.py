@@ -28,7 +28,8 @@ from tests.support.processes import ROUNDED, SCRIPT, SHORT_END, Ended, Lab, trai
 
 def stop_at(lab: Lab, step: int, number: int = signal.SIGTERM, **changes: Any) -> Ended:
     """A run that gets a signal in the middle of a step; the process must save and leave soon."""
-    ended = lab.start(fault=signal_at_step(step, number), **changes).wait()
+    unignored = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)"  # as outside nohup
+    ended = lab.start(fault=unignored + signal_at_step(step, number), **changes).wait()
     assert ended.status == 128 + number, ended.err
     assert f"stopped by signal {number}; continue with RESUME={ended.directory}\n" in ended.out
     assert f"signal {number}: ends after the step under way, with a checkpoint" in ended.err
@@ -59,9 +60,11 @@ def copy(stopped: Ended, lab: Lab) -> Path:
 
 
 def test_a_run_stopped_twice_equals_one_never_stopped(lab: Lab, finished: Ended) -> None:
-    directory = stop_at(lab, 1).directory
+    directory = stop_at(lab, 1, signal.SIGHUP).directory  # a lost terminal
     stop_at(lab, 4, signal.SIGINT, RESUME=directory, TRAIN_PREFETCH=0)
-    ended = lab.succeed(RESUME=directory, WARMUP_STEPS=4)
+    # One that is lost under nohup.
+    lost = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + signal_at_step(5, signal.SIGHUP)
+    ended = lab.succeed(fault=lost, RESUME=directory, WARMUP_STEPS=4)
     assert_same_result(ended, finished)
     assert train_losses(ended) == train_losses(finished)
     log = (ended.directory / "log.txt").read_text("utf-8")
