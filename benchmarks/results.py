@@ -110,9 +110,9 @@ def of_clone(name: str, found: dict[str, dict[str, Any]]) -> str:
         if on_sample and name.startswith(f"{of}-"):
             program, measured, at = program_of(result), result["measured"], result["conditions"]
             return (
-                f"By a clone alone: `{program.command(measured)}` gave {program.figure(measured)} on the "
-                f"built-in sample {at['sample']} of Python {at['python']} "
-                f"([conditions](results/{of_sample}.json)).\n"
+                f"From a clone alone: `{program.command(measured)}` gave {program.figure(measured)} on the "
+                f"built-in sample {at['sample']} of Python {at['python']} ([conditions](results/{of_sample}"
+                ".json), [elsewhere](#how-it-was-measured)).\n"
             )
     return ""
 
