@@ -51,7 +51,7 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import experiments, paired, results  # noqa: E402
-from benchmarks.experiments import Budget, mean_of  # noqa: E402
+from benchmarks.experiments import Budget, mean_of, place_of  # noqa: E402
 from benchmarks.turns import Turns, endless  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
@@ -67,13 +67,11 @@ OF_THEIRS = ("theirs", SHUFFLED)
 # Sides of ours whose order of the text is not that of their settings.
 ORDERS = {AS_THEIRS_SHUFFLED: {"SHUFFLE": "1"}, IN_ORDER: {"SHUFFLE": "0"}}
 SPEED_HEADER = "| script | CPU ms a step | p20 | p80 | tokens/s | times theirs | n |"
-SCORE_HEADER = (
-    "| script | parameters | steps | float bpb | weights, bytes | code, bytes | "
-    + paired.HEADER.format("theirs")
-)  # fmt: skip
+MINUS_THEIRS = paired.HEADER.format("theirs")
+SCORE_HEADER = f"| script | parameters | steps | float bpb | weights, bytes | code, bytes | {MINUS_THEIRS}"
 FLOAT_HEADER = (
     "| script | parameters | steps | last weights | their average | "
-    + paired.HEADER.format("theirs").replace("val_bpb", "float bpb")
+    + MINUS_THEIRS.replace("val_bpb", "float bpb")
 )  # fmt: skip
 AVERAGED = (
     "Theirs keeps an average of its weights, which it evaluates in the end; over so few steps the last "
@@ -104,12 +102,13 @@ class Race:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.path: Path = arguments.path  # Path() where no side needs it
         self.runs: Path = arguments.runs
+        self.folder: Path = arguments.data
         self.as_theirs_config: Path = arguments.as_theirs or BASELINE
         self.settings_of_theirs = dict(item.split("=", 1) for item in arguments.theirs)
         common = {
-            "DATA_PATH": str(arguments.data), "TOKENIZER_PATH": str(arguments.tokenizer), "DEVICE": "cpu",
-            "COMPUTE_DTYPE": "float32", "CPU_THREADS": "1", "EVAL_STRIDE": "0", "TTT_ENABLED": "0",
-            "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "0", "MAX_EVAL_SECONDS": "0",
+            "DATA_PATH": place_of(arguments.data), "TOKENIZER_PATH": place_of(arguments.tokenizer),
+            "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "CPU_THREADS": "1", "EVAL_STRIDE": "0",
+            "TTT_ENABLED": "0", "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "0", "MAX_EVAL_SECONDS": "0",
         }  # fmt: skip
         given = dict(item.split("=", 1) for item in arguments.set)
         self.ours = {"CONFIG": str(arguments.config), **common, **given}
@@ -162,7 +161,7 @@ class Race:
         """Endlessly: the shards in their order, again after the last one."""
         c = self.config
         while True:
-            yield from batches(Path(c.data_path), c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
+            yield from batches(self.folder, c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
 
     def shuffled_batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Endlessly: what ours trains on with this seed, each step in one batch."""
@@ -170,7 +169,7 @@ class Race:
             self.config, seed=seed, shuffle=True, train_prefetch=False,
             micro_batch_tokens=self.config.train_batch_tokens,
         )  # fmt: skip
-        shards = train_gpt.open_shards(f"{c.data_path}/fineweb_train_*.bin")
+        shards = train_gpt.open_shards(f"{self.folder}/fineweb_train_*.bin")
         with contextlib.closing(train_gpt.Loader(c, shards, Machine())) as loader:
             while True:
                 batch = loader.next_batch()
@@ -240,7 +239,7 @@ class Race:
     def score(self, upstream: Upstream) -> float:
         """Bits per byte of their model on the first part of the validation text, without overlap."""
         c = self.config
-        shards = train_gpt.open_shards(f"{c.data_path}/fineweb_val_[0-9]*.bin")
+        shards = train_gpt.open_shards(f"{self.folder}/fineweb_val_[0-9]*.bin")
         validation = train_gpt.read_validation(shards, c)
         tokens = torch.from_numpy(validation.tokens.astype(np.int64))
         inputs_NT = tokens[:-1].view(-1, c.train_seq_len)
@@ -377,12 +376,12 @@ def tables(measured: dict[str, Any]) -> list[str]:
     rows: dict[str, paired.Runs] = measured["rows"]
     geometry = " ".join(f"{name}={value}" for name, value in measured["geometry"].items())
     scores = SHIPPED if is_shipped(rows) else "of the weights before quantization."
-    length = f"{measured['seconds']:g} s" if measured["seconds"] else measured["budget"]
+    by_clock = f"{measured['seconds']:g} s of training by the {measured['clock']} clock"
+    length = by_clock if measured["seconds"] else f"{measured['budget']} of training"
     lines = [
         f"`{measured['data']}`, {geometry}. {told_sides(measured)}. One thread each; scores "
-        f"after {length} of training by the {measured['clock']} clock, without overlap, on "
-        f"the first {measured['val_targets']:,} targets of the validation text: {scores} Batches that "
-        "ours reads for its Hessians come after these seconds.",
+        f"after {length}, without overlap, on the first {measured['val_targets']:,} targets of the "
+        f"validation text: {scores} Batches that ours reads for its Hessians come after these seconds.",
     ]  # fmt: skip
     if "speed" in rows:
         lines += speed_lines(rows["speed"], int(measured["geometry"]["TRAIN_BATCH_TOKENS"]))

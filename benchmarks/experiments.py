@@ -451,14 +451,13 @@ def command(measured: dict[str, Any]) -> str:
     by_options = {"DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", *Budget(seconds=1).settings(settings)}
     changed = {key for key, value in settings.items() if own.get(key) != value} - by_options
     given = [f"{key}={settings[key]}" for key in sorted(changed)]
-    data, tokenizer = (f"data/{one}" for one in
-                       (f"datasets/{measured['data']}", f"tokenizers/{settings['TOKENIZER_PATH']}"))
     return (
         f"python benchmarks/experiments.py {table}"
-        + (f" --data {data} --tokenizer {tokenizer}" if measured["data"] != sample.NAME else "")
+        + (f" --data data/datasets/{measured['data']} --tokenizer data/tokenizers/{settings['TOKENIZER_PATH']}"
+           if measured["data"] != sample.NAME else "")
         + f" --size {measured['size']} --{budget} {amount} --seeds {runs[0]['seed']} --only '{name}'"
         + (f" --set {' '.join(given)}" if given else "")
-    )
+    )  # fmt: skip
 
 
 def figure(measured: dict[str, Any]) -> str:
