@@ -453,7 +453,8 @@ def command(measured: dict[str, Any]) -> str:
     given = [f"{key}={settings[key]}" for key in sorted(changed)]
     return (
         f"python benchmarks/experiments.py {table}"
-        + (f" --data data/datasets/{measured['data']} --tokenizer data/tokenizers/{settings['TOKENIZER_PATH']}"
+        + (f" --data data/datasets/{measured['data']}"
+           f" --tokenizer data/tokenizers/{settings['TOKENIZER_PATH']}"
            if measured["data"] != sample.NAME else "")
         + f" --size {measured['size']} --{budget} {amount} --seeds {runs[0]['seed']} --only '{name}'"
         + (f" --set {' '.join(given)}" if given else "")
