@@ -1,9 +1,10 @@
 """A public training script beside this one on a CPU: tokens per second, and bits per byte at equal seconds.
 
-    python benchmarks/beside.py ~/parameter-golf/train_gpt.py --data data/datasets/fineweb_sample_sp1024
-        --tokenizer data/tokenizers/fineweb_1024_bpe.model --runs DIR [--config configs/cpu_demo.env]
-        [--set NAME=VALUE ...] [--theirs NAME=VALUE ...] [--as-theirs configs/pr549.env]
-        [--seconds 180] [--seeds 1337 42 2025] [--only speed theirs "theirs shuffled" ours ...] [--keep]
+    python benchmarks/beside.py ~/parameter-golf/train_gpt.py --seconds 180 [--runs DIR]
+        [--data data/datasets/fineweb_sample_sp1024 --tokenizer data/tokenizers/fineweb_1024_bpe.model]
+        [--config configs/cpu_demo.env] [--set NAME=VALUE ...] [--theirs NAME=VALUE ...]
+        [--as-theirs configs/pr549.env] [--seeds 42 1337 2025] [--only speed theirs ours ...] [--keep]
+    python benchmarks/beside.py --steps 300 --only ours
 
 PATH is your own copy of a script that `benchmarks/upstream.py` can run. It keeps its own defaults, except for
 the config's width, depth, heads, MLP, vocabulary, sequence length and tokens a step, which all sides share,
@@ -11,7 +12,7 @@ and for --theirs: layers that this depth lacks, and what counts steps, as its ow
 `ours as theirs` is this script with the model, the optimizer settings and the order of the data of theirs,
 which --as-theirs and --theirs name. `ours` has the settings of --config and --set. All get the same CPU
 seconds of one thread. Each then quantizes, and is scored without overlap on the same first part of the
-validation text. `speed` times steps in turns.
+validation text. `speed` times steps in turns. Sides of ours alone need no PATH, and may have --steps.
 
 A script is fed as its own loader reads: shards in their order, or shuffled sequences. The sides whose names
 say so get the other order; `theirs shuffled` trains on what ours trains on. Where a script keeps an average
@@ -50,7 +51,7 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import experiments, paired, results  # noqa: E402
-from benchmarks.experiments import mean_of  # noqa: E402
+from benchmarks.experiments import Budget, mean_of, place_of  # noqa: E402
 from benchmarks.turns import Turns, endless  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
@@ -66,13 +67,11 @@ OF_THEIRS = ("theirs", SHUFFLED)
 # Sides of ours whose order of the text is not that of their settings.
 ORDERS = {AS_THEIRS_SHUFFLED: {"SHUFFLE": "1"}, IN_ORDER: {"SHUFFLE": "0"}}
 SPEED_HEADER = "| script | CPU ms a step | p20 | p80 | tokens/s | times theirs | n |"
-SCORE_HEADER = (
-    "| script | parameters | steps | float bpb | weights, bytes | code, bytes | "
-    + paired.HEADER.format("theirs")
-)  # fmt: skip
+MINUS_THEIRS = paired.HEADER.format("theirs")
+SCORE_HEADER = f"| script | parameters | steps | float bpb | weights, bytes | code, bytes | {MINUS_THEIRS}"
 FLOAT_HEADER = (
     "| script | parameters | steps | last weights | their average | "
-    + paired.HEADER.format("theirs").replace("val_bpb", "float bpb")
+    + MINUS_THEIRS.replace("val_bpb", "float bpb")
 )  # fmt: skip
 AVERAGED = (
     "Theirs keeps an average of its weights, which it evaluates in the end; over so few steps the last "
@@ -101,24 +100,26 @@ class Race:
     """What both sides have in common."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.path: Path = arguments.path
+        self.path: Path = arguments.path  # Path() where no side needs it
         self.runs: Path = arguments.runs
+        self.folder: Path = arguments.data
         self.as_theirs_config: Path = arguments.as_theirs or BASELINE
         self.settings_of_theirs = dict(item.split("=", 1) for item in arguments.theirs)
-        self.ours = {
-            "CONFIG": str(arguments.config), "DATA_PATH": str(arguments.data), "DEVICE": "cpu",
-            "TOKENIZER_PATH": str(arguments.tokenizer), "ITERATIONS": "1000000", "COMPUTE_DTYPE": "float32",
-            "CPU_THREADS": "1", "EVAL_STRIDE": "0", "TTT_ENABLED": "0", "VAL_LOSS_EVERY": "0",
-            "WARMUP_STEPS": "0", "MAX_EVAL_SECONDS": "0",
-            **dict(item.split("=", 1) for item in arguments.set),
+        common = {
+            "DATA_PATH": place_of(arguments.data), "TOKENIZER_PATH": place_of(arguments.tokenizer),
+            "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "CPU_THREADS": "1", "EVAL_STRIDE": "0",
+            "TTT_ENABLED": "0", "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "0", "MAX_EVAL_SECONDS": "0",
         }  # fmt: skip
+        given = dict(item.split("=", 1) for item in arguments.set)
+        self.ours = {"CONFIG": str(arguments.config), **common, **given}
+        self.shared = [*common, "VAL_TOKENS_LIMIT"]
         source = (REPO / "train_gpt.py").read_bytes()
         shipped = train_gpt.shipped_code(source)
         # Whole sequences, so that both score the same targets with the same context.
         length = Config.from_env(self.ours).train_seq_len
         self.ours["VAL_TOKENS_LIMIT"] = str(arguments.val_tokens // length * length)
-        self.seconds: float = arguments.seconds
-        self.ours.update(experiments.seconds_of_training(self.seconds, self.ours))
+        self.budget = Budget(arguments.steps, arguments.seconds, arguments.tflop)
+        self.ours.update(self.budget.settings(self.ours))
         self.config = Config.from_env(self.ours)
         self.code_bytes = len(train_gpt.with_settings(shipped, self.config))
         fixed = sorted(self.settings_of_theirs.keys() & {*self.geometry(), "SEED"})
@@ -148,23 +149,19 @@ class Race:
 
     def as_theirs(self) -> dict[str, str]:
         """Our settings for their model and optimizer."""
-        shared = (
-            "DATA_PATH", "TOKENIZER_PATH", "DEVICE", "ITERATIONS", "VAL_TOKENS_LIMIT", "COMPUTE_DTYPE",
-            "CPU_THREADS", "EVAL_STRIDE", "TTT_ENABLED", "VAL_LOSS_EVERY", "WARMUP_STEPS", "MAX_EVAL_SECONDS",
-        )  # fmt: skip
         found = {
-            **{name: self.ours[name] for name in shared},
+            **{name: self.ours[name] for name in self.shared},
             **in_our_names({**self.geometry(), **self.settings_of_theirs}, self.as_theirs_config),
             "CONFIG": str(self.as_theirs_config),
             "MICRO_BATCH_TOKENS": str(self.config.train_batch_tokens), "VAL_BATCH_SIZE": "65536",
         }  # fmt: skip
-        return {**found, **experiments.seconds_of_training(self.seconds, found)}
+        return {**found, **self.budget.settings(found)}
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Endlessly: the shards in their order, again after the last one."""
         c = self.config
         while True:
-            yield from batches(Path(c.data_path), c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
+            yield from batches(self.folder, c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
 
     def shuffled_batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Endlessly: what ours trains on with this seed, each step in one batch."""
@@ -172,7 +169,7 @@ class Race:
             self.config, seed=seed, shuffle=True, train_prefetch=False,
             micro_batch_tokens=self.config.train_batch_tokens,
         )  # fmt: skip
-        shards = train_gpt.open_shards(f"{c.data_path}/fineweb_train_*.bin")
+        shards = train_gpt.open_shards(f"{self.folder}/fineweb_train_*.bin")
         with contextlib.closing(train_gpt.Loader(c, shards, Machine())) as loader:
             while True:
                 batch = loader.next_batch()
@@ -207,7 +204,7 @@ class Race:
 
         Without val_bpb and bytes for a script that nothing here ships.
         """
-        clock = TrainingClock(time.process_time, self.seconds)
+        clock = TrainingClock(time.process_time, self.budget.seconds)
         with self.upstream(seed, clock) as upstream:
             if shuffled and upstream.shuffles:
                 raise UpstreamError(f"{self.path}: shuffles by itself; leave '{SHUFFLED}' out of --only")
@@ -242,7 +239,7 @@ class Race:
     def score(self, upstream: Upstream) -> float:
         """Bits per byte of their model on the first part of the validation text, without overlap."""
         c = self.config
-        shards = train_gpt.open_shards(f"{c.data_path}/fineweb_val_[0-9]*.bin")
+        shards = train_gpt.open_shards(f"{self.folder}/fineweb_val_[0-9]*.bin")
         validation = train_gpt.read_validation(shards, c)
         tokens = torch.from_numpy(validation.tokens.astype(np.int64))
         inputs_NT = tokens[:-1].view(-1, c.train_seq_len)
@@ -359,10 +356,11 @@ def told_sides(measured: dict[str, Any]) -> str:
     """What each side is, in a line."""
     rows = measured["rows"]
     given = " ".join(measured.get("theirs", []))
-    theirs = "with its own defaults for everything else, in fp32 and without a compiler"
-    if given:
-        theirs = f"with `{given}` and its own defaults for everything else, in fp32 and without a compiler"
-    told = [f"Theirs: `{measured['public']}` of {measured['sha256']}, {theirs}"]
+    own = f"with {f'`{given}` and ' if given else ''}its own defaults for everything else"
+    told = []
+    if measured["public"]:
+        theirs = f"`{measured['public']}` of {measured['sha256']}, {own}"
+        told.append(f"Theirs: {theirs}, in fp32 and without a compiler")
     if SHUFFLED in rows:
         told.append(f"{SHUFFLED}: on the sequences that ours trains on")
     if {"speed", AS_THEIRS, AS_THEIRS_SHUFFLED} & rows.keys():
@@ -378,11 +376,12 @@ def tables(measured: dict[str, Any]) -> list[str]:
     rows: dict[str, paired.Runs] = measured["rows"]
     geometry = " ".join(f"{name}={value}" for name, value in measured["geometry"].items())
     scores = SHIPPED if is_shipped(rows) else "of the weights before quantization."
+    by_clock = f"{measured['seconds']:g} s of training by the {measured['clock']} clock"
+    length = by_clock if measured["seconds"] else f"{measured['budget']} of training"
     lines = [
         f"`{measured['data']}`, {geometry}. {told_sides(measured)}. One thread each; scores "
-        f"after {measured['seconds']:g} s of training by the {measured['clock']} clock, without overlap, on "
-        f"the first {measured['val_targets']:,} targets of the validation text: {scores} Batches that "
-        "ours reads for its Hessians come after these seconds.",
+        f"after {length}, without overlap, on the first {measured['val_targets']:,} targets of the "
+        f"validation text: {scores} Batches that ours reads for its Hessians come after these seconds.",
     ]  # fmt: skip
     if "speed" in rows:
         lines += speed_lines(rows["speed"], int(measured["geometry"]["TRAIN_BATCH_TOKENS"]))
@@ -399,8 +398,24 @@ def name_of_script(path: Path) -> str:
 def result_name(arguments: argparse.Namespace) -> str:
     """Of the file that --keep stores: which script, unless it is the challenge's, the data, the seconds."""
     script = name_of_script(arguments.path)
-    parts = ["beside", *([script] if script else []), arguments.data.name, f"{arguments.seconds:g}s"]
-    return "-".join(parts)
+    length = Budget(arguments.steps, arguments.seconds, arguments.tflop)
+    return "-".join(["beside", *([script] if script else []), arguments.data.name, str(length)])
+
+
+def command(measured: dict[str, Any]) -> str:
+    """The command that measures the first run again, where no public script is needed and all is default."""
+    side, runs = next(iter(measured["rows"].items()))
+    return (
+        f"python benchmarks/beside.py --steps {runs[0]['steps']} --only '{side}' --seeds {runs[0]['seed']} "
+        f"--val-tokens {measured['val_targets']}"
+    )
+
+
+def figure(measured: dict[str, Any]) -> str:
+    """The scores of the first run."""
+    side, runs = next(iter(measured["rows"].items()))
+    told = f"float {runs[0]['float_bpb']:.6f}, val_bpb {runs[0]['val_bpb']:.6f}"
+    return f"{told} ({side}, seed {runs[0]['seed']})"
 
 
 def check_nothing_is_lost(name: str, sha256: str) -> None:
@@ -415,14 +430,12 @@ def check_nothing_is_lost(name: str, sha256: str) -> None:
             )
 
 
-def main() -> None:
-    """Measure what is not measured yet, print the tables, and with --keep store them."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", type=Path, help="your copy of a public train_gpt.py")
-    parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
+    parser.add_argument("path", type=Path, nargs="?", default=Path(), help="copy of a public train_gpt.py")
+    experiments.add_options(parser)
     parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
     parser.add_argument(
         "--theirs", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the public script"
     )
@@ -430,19 +443,23 @@ def main() -> None:
         "--as-theirs", type=Path, metavar="CONFIG",
         help="the config that is the public script in ours; of train_gpt.py configs/upstream_baseline.env",
     )  # fmt: skip
-    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs, one file each")
     parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score")
-    parser.add_argument("--seconds", type=float, default=180.0, help="of the CPU, of training of each run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
     parser.add_argument(
         "--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE", help=", ".join(SIDES))
-    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     for item in (*arguments.set, *arguments.theirs):
         if "=" not in item:
             parser.error(f"{item}: expected NAME=VALUE")
+    needed = {"speed", *OF_THEIRS} & set(arguments.only)
+    if needed and not (arguments.path.name and arguments.seconds):
+        parser.error(f"--only {' '.join(sorted(needed))}: expected the PATH of a script, and --seconds")
+    return arguments
+
+
+def main() -> None:
+    """Measure what is not measured yet, print the tables, and with --keep store them."""
     try:
-        measure(arguments)
+        measure(parse(None))
     except (UpstreamError, ConfigError, experiments.ExperimentError) as error:
         raise SystemExit(str(error)) from error
 
@@ -452,26 +469,30 @@ def run_path(runs: Path, side: str, seed: int) -> Path:
     return runs / f"{side.replace(', ', '-').replace(' ', '-')}-seed{seed}"
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """Measure what the folder of runs lacks; print the tables of what it then has."""
-    torch.set_num_threads(1)
-    if arguments.keep:
-        results.refuse_dirty()
-    race = Race(arguments)
-    theirs = arguments.path.read_bytes()
-    sha256 = hashlib.sha256(theirs).hexdigest()[:12]
-    name = result_name(arguments)
-    if arguments.keep:
-        check_nothing_is_lost(name, sha256)
-    measured: dict[str, Any] = {
+def equal_in_all(arguments: argparse.Namespace, race: Race) -> dict[str, Any]:
+    """What all runs of a table have in common."""
+    theirs = arguments.path.read_bytes() if arguments.path.name else b""
+    return {
         "data": arguments.data.name, "config": arguments.config.name, "set": arguments.set,
         "geometry": race.geometry(),
-        "public": arguments.path.name, "sha256": sha256,
-        "seconds": arguments.seconds, "clock": "cpu",
+        "public": arguments.path.name, "sha256": hashlib.sha256(theirs).hexdigest()[:12],
+        "seconds": arguments.seconds, "budget": str(race.budget), "clock": "cpu",
         "val_targets": race.config.val_tokens_limit,
         "theirs": arguments.theirs, "as_theirs": race.as_theirs_config.name,
         "code_bytes": {"theirs": len(theirs), "ours": race.code_bytes},
     }  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure what the folder of runs lacks; print the tables of what it then has."""
+    torch.set_num_threads(1)
+    experiments.prepare(arguments)
+    name = result_name(arguments)
+    arguments.runs = arguments.runs or REPO / "runs" / name
+    race = Race(arguments)
+    measured = equal_in_all(arguments, race)
+    if arguments.keep:
+        check_nothing_is_lost(name, measured["sha256"])
     arguments.runs.mkdir(parents=True, exist_ok=True)
     for seed in arguments.seeds:
         for side in arguments.only:

@@ -1,8 +1,9 @@
 """What each quantizer loses of trained models at equal bytes: divergence, loss, seconds of one CPU.
 
-    python benchmarks/divergence.py RUN [RUN ...] [--bits 3.55] [--curve 2.4 2.8 4.5] [--keep]
+    python benchmarks/divergence.py [RUN ...] [--bits 3.55] [--curve 2.4 2.8 4.5] [--keep]
 
-A RUN is a run directory of SAVE_FLOAT=1, each of another seed; its settings name data and model. The arms are
+A RUN is a run directory of SAVE_FLOAT=1, each of another seed; its settings name data and model. Without one
+a small model is trained on the built-in sample first, in half a minute. The arms are
 those of arms/quantizers.json. All get the Hessians of the same training batches and --bits for each weight.
 At the sizes of --curve only the first arm and the last are measured. The divergence is the mean over targets
 of the Kullback-Leibler divergence from the predictions of the weights before quantization, in nats.
@@ -11,6 +12,7 @@ of the Kullback-Leibler divergence from the predictions of the weights before qu
 import argparse
 import contextlib
 import math
+import shutil
 import statistics
 import sys
 import time
@@ -27,11 +29,13 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import paired, results  # noqa: E402
+from benchmarks import experiments, paired, results  # noqa: E402
 from benchmarks.experiments import as_settings, read_json  # noqa: E402
 from train_gpt import GPT, Config, Machine  # noqa: E402
 
 TITLE = "Quantizers on trained models"
+TRAINED = REPO / "runs" / "divergence"  # the small model: its folder, and how it is trained
+TRAINING = "quantizers --size 4x64 --steps 60 --seeds 42 --only GPTQ --set SAVE_FLOAT=1"
 WATCHED: list[tuple[Any, str]] = [
     (train_gpt.Quantizer, "quantize"), (train_gpt, "write_artifact"), (train_gpt, "encode"),
     (train_gpt, "decode"),
@@ -171,26 +175,56 @@ def tables(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print, and keep."""
+def command(_measured: dict[str, Any]) -> str:
+    """The command that measures the small model again."""
+    return "python benchmarks/divergence.py"
+
+
+def figure(measured: dict[str, Any]) -> str:
+    """The last row of the first model."""
+    run = measured["runs"][0]
+    row = run["rows"][-1]
+    told = f"divergence {row['divergence']:.6f}, bpb lost {row['bpb_lost']:+.6f}"
+    return f"{told} ({row['arm']}, {row['bits']:g} bits a weight, seed {run['seed']})"
+
+
+def trained(keep: bool) -> Path:
+    """The run directory of the small model, which is trained anew: its script may have changed."""
+    shutil.rmtree(TRAINED, ignore_errors=True)
+    if experiments.main([*TRAINING.split(), "--runs", str(TRAINED), *["--keep"] * keep]) != 0:
+        raise SystemExit(f"{TRAINED}: the small model was not trained")
+    return TRAINED / "GPTQ-seed42"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; `wanted` has each size with each arm."""
     every = list(read_json("quantizers")["arms"])
     ends = [every[0], every[-1]]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", type=Path, nargs="+", help="run directories of SAVE_FLOAT=1")
+    parser.add_argument("runs", type=Path, nargs="*", help="run directories of SAVE_FLOAT=1")
     parser.add_argument("--bits", type=float, nargs="+", default=[3.55], help="of each weight, for all arms")
     parser.add_argument("--curve", type=float, nargs="*", default=[], help=f"more bits, for {ends}")
     parser.add_argument("--targets", type=int, default=16_384, help="a multiple of EVAL_SEQ_LEN")
     parser.add_argument("--batches", type=int, default=16, help="micro-batches for Hessians")
     parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
-    arguments = parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    given.wanted = [(size, arm) for size in given.bits for arm in every]
+    given.wanted += [(size, arm) for size in given.curve for arm in ends]
+    return given
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print, and keep."""
+    arguments = parse(argv)
+    torch.set_num_threads(1)
     before = results.conditions()
     if arguments.keep:
         results.refuse_dirty()
-    wanted = [(size, arm) for size in arguments.bits for arm in every]
-    wanted += [(size, arm) for size in arguments.curve for arm in ends]
-    runs = [measure(run, wanted, arguments.targets, arguments.batches) for run in arguments.runs]
+    directories = arguments.runs or [trained(arguments.keep)]
+    runs = [measure(run, arguments.wanted, arguments.targets, arguments.batches) for run in directories]
+    data = results.ON_SAMPLE if runs[0]["data"] == results.SAMPLE.name else ""
     size = f"{runs[0]['parameters'] / 1e6:.1f}M"
-    results.finish(f"divergence-{size}", before, {"runs": runs}, arguments.keep)
+    results.finish(f"divergence{data}-{size}", before, {"runs": runs}, arguments.keep)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Small models over arms × seeds: train_gpt.py trains, quantizes and scores each arm; then a table.
 
-    python benchmarks/experiments.py TABLE --data DIR --tokenizer FILE (--steps N | --seconds S | --tflop F)
-        [--size 4x64] [--seeds 42 1337 2025] [--only ARM ...] [--scores NAME ...] [--bytes N]
-        [--set NAME=VALUE ...] [--runs FOLDER] [--table] [--keep]
+    python benchmarks/experiments.py TABLE (--steps N | --seconds S | --tflop F)
+        [--data DIR --tokenizer FILE] [--size 4x64] [--seeds 42 1337 2025] [--only ARM ...]
+        [--scores NAME ...] [--bytes N] [--set NAME=VALUE ...] [--runs FOLDER] [--table] [--keep]
 
 TABLE is a file of benchmarks/arms/: its arms are settings over those of the table and the size. An arm may
 name a patch of benchmarks/patches/. It may also name an arm (`of`) whose artifact it scores in another way.
 The budget of a run is steps, CPU seconds of training, or 10^12 floating-point operations of training: those
 of the products with weights in both passes, without attention and optimizer. --bytes bounds the weights of an
 artifact, without the code, so that a longer script costs none of them.
+
+Without --data the built-in sample is the data, and made where it is missing (data/sample.py).
 
 Each run is the script as a user starts it, on one thread, by a clock of CPU seconds (cpu_clock.py). Its run
 directory stays, so `tools pack` can make records of it. What the folder of runs holds is not measured again.
@@ -41,12 +43,14 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import paired, results  # noqa: E402
+from data import sample  # noqa: E402
 from train_gpt import Config, ConfigError  # noqa: E402
 
 TITLE = "Experiment"
 ARMS = REPO / "benchmarks" / "arms"
 SIZES = "sizes"  # the file there that holds no arms
 PATCHES = REPO / "benchmarks" / "patches"
+TOKENIZER = results.SAMPLE.parents[1] / "tokenizers" / sample.TOKENIZER_FILE
 CLOCK = REPO / "benchmarks" / "cpu_clock.py"
 PROGRAM = (Path(__file__), CLOCK)
 SCORES = ("float", "roundtrip", "sliding_window", "legal_ttt")
@@ -448,10 +452,20 @@ def command(measured: dict[str, Any]) -> str:
     changed = {key for key, value in settings.items() if own.get(key) != value} - by_options
     given = [f"{key}={settings[key]}" for key in sorted(changed)]
     return (
-        f"python benchmarks/experiments.py {table} --data data/datasets/{measured['data']} --tokenizer "
-        f"data/tokenizers/{settings['TOKENIZER_PATH']} --size {measured['size']} --{budget} {amount} "
-        f"--seeds {runs[0]['seed']} --only '{name}'" + (f" --set {' '.join(given)}" if given else "")
-    )
+        f"python benchmarks/experiments.py {table}"
+        + (f" --data data/datasets/{measured['data']}"
+           f" --tokenizer data/tokenizers/{settings['TOKENIZER_PATH']}"
+           if measured["data"] != sample.NAME else "")
+        + f" --size {measured['size']} --{budget} {amount} --seeds {runs[0]['seed']} --only '{name}'"
+        + (f" --set {' '.join(given)}" if given else "")
+    )  # fmt: skip
+
+
+def figure(measured: dict[str, Any]) -> str:
+    """The scores of its first run."""
+    name, runs = next(iter(measured["rows"].items()))
+    found = [f"{score} {runs[0]['scores'][score]:.6f}" for score in SCORES if score in runs[0]["scores"]]
+    return f"{', '.join(found)} ({name}, seed {runs[0]['seed']})"
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
@@ -471,7 +485,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
         lines += score_table(rows, score)
     if "legal_ttt" in measured["scores"]:
         lines += learning_table(rows)
-    return [*lines, "", f"Its first run again: `{command(measured)}`"]
+    return [*lines, "", f"Its first run again, where you have its data: `{command(measured)}`"]
 
 
 def told_changes(table: dict[str, Any], arms: list[str]) -> dict[str, str]:
@@ -486,25 +500,43 @@ def told_changes(table: dict[str, Any], arms: list[str]) -> dict[str, str]:
     return found
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("table", help="a file of benchmarks/arms/, without .json")
-    parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every program that starts runs."""
+    parser.add_argument(
+        "--data", type=Path, default=results.SAMPLE, help="folder of fineweb_{train,val}_*.bin (the sample)")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=TOKENIZER, help="SentencePiece model of these shards")
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--steps", type=int, default=0)
     budget.add_argument("--seconds", type=float, default=0.0, help="of the CPU, of training alone")
     budget.add_argument("--tflop", type=float, default=0.0, help="10^12 operations of training")
-    parser.add_argument("--size", default="4x64", help="an entry of benchmarks/arms/sizes.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top")
+    parser.add_argument("--runs", type=Path, help="folder of the runs (default: below runs/)")
+    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Make the built-in sample if it is the data. ExperimentError where not all of it is."""
+    mixed = {arguments.data == results.SAMPLE, arguments.tokenizer == TOKENIZER}
+    if len(mixed) > 1:
+        raise ExperimentError("--data and --tokenizer belong together: give both, or none for the sample")
+    if arguments.keep:
+        results.refuse_dirty()
+    if mixed == {True} and sample.main([]) != 0:
+        raise ExperimentError(f"{results.SAMPLE}: the sample is not there; `python data/sample.py` makes it")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("table", help="a file of benchmarks/arms/, without .json")
+    add_options(parser)
+    parser.add_argument("--size", default="4x64", help="an entry of benchmarks/arms/sizes.json")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="arms to measure; all by default")
     parser.add_argument("--scores", nargs="+", choices=SCORES, help="to print; the table's own by default")
     parser.add_argument("--bytes", type=int, default=0, help="of an artifact's weights at most; 0: no bound")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of all arms")
-    parser.add_argument("--runs", type=Path, help="folder of the runs (default: below runs/experiments/)")
     parser.add_argument("--table", dest="print_only", action="store_true", help="measure nothing more")
-    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     return parser.parse_args(argv)
 
 
@@ -515,8 +547,7 @@ def experiment(arguments: argparse.Namespace) -> int:
     names = arguments.only or list(arms)
     if unknown := set(names) - arms.keys():
         raise ExperimentError(f"--only {sorted(unknown)}: expected names among {list(arms)}")
-    if arguments.keep:
-        results.refuse_dirty()
+    prepare(arguments)
     shared = {
         "DATA_PATH": place_of(arguments.data),
         "TOKENIZER_PATH": place_of(arguments.tokenizer),

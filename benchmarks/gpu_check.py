@@ -56,11 +56,8 @@ CHOICE_TOLERANCE = 1.1  # that the form which was chosen may be slower than the 
 MAX_OVER_FLOOR = 2.8
 TOLD = r"attention:|fused_|rehears|gptq:collected|peak memory|warning:"  # lines of a log for the page
 REASON = r"error: |[\w.]*(Error|Exception|Unsupported)\b"  # lines that say why a program ended
-SAMPLE = {
-    "DATA_PATH": "data/datasets/sample_sp1024",
-    "TOKENIZER_PATH": "data/tokenizers/sample_1024_bpe.model",
-    "VOCAB_SIZE": "1024",
-}
+SAMPLE = {"DATA_PATH": "data/datasets/sample_sp1024", "VOCAB_SIZE": "1024",
+          "TOKENIZER_PATH": "data/tokenizers/sample_1024_bpe.model"}  # fmt: skip
 
 
 class Found(NamedTuple):

@@ -9,7 +9,6 @@ are a table of results/0.5.md.
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -119,9 +118,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Print the table; with --keep store it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--turns", type=int, default=12, help="turns with and as many without prefetch")
     parser.add_argument("--turn-steps", type=int, default=10, help="steps of a turn")
     parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env", help="of the run")
@@ -135,11 +133,7 @@ def main() -> None:
     found = in_turns(arguments)
     if not found:
         return
-    results.finish("loader-turns", before, found, keep=False)
-    if arguments.keep:
-        kept = {"benchmark": "loader", "conditions": before, "measured": found}
-        path = results.FOLDER / "loader" / f"{arguments.name}.json"
-        results.write_text(path, json.dumps(kept, indent=1) + "\n")
+    results.finish(f"loader/{arguments.name}", before, found, arguments.keep)
 
 
 if __name__ == "__main__":

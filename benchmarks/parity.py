@@ -172,12 +172,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rows", type=int, default=4, help="sequences of a step")
     arguments = parser.parse_intermixed_args()
-    settings = {}
     for pair in arguments.settings:
-        name, equals, value = pair.partition("=")
-        if not equals:
+        if "=" not in pair:
             parser.error(f"{pair}: expected NAME=value")
-        settings[name] = value
+    settings = dict(pair.split("=", 1) for pair in arguments.settings)
     system = SYSTEMS[arguments.system]
     try:
         length = our_config(system, settings).train_seq_len

@@ -5,6 +5,8 @@ A benchmark has a TITLE and `tables(measured)`, a pure function from its raw fig
 file of results/ holds the benchmark's name, the machine as it was before it began, and those raw figures.
 
 results/release.json names a version and the train_gpt.py that is it; tables of other scripts are listed.
+Files of the built-in sample are no tables. A clone alone measures them again: they stand under those of their
+program and arms, and a program that measures one again prints the kept figure beside its own.
 Tables whose programs have left are frozen in results/0.5.md; nothing makes that page anew.
 """
 
@@ -13,6 +15,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data import sample, shards
 from tools import REPO
 from tools.markdown import Block, refresh
 from tools.runs.writing import write_text
@@ -28,6 +32,8 @@ from tools.runs.writing import write_text
 FOLDER = REPO / "benchmarks" / "results"
 RELEASE = "release.json"
 PAGE = REPO / "benchmarks" / "RESULTS.md"
+SAMPLE = REPO / "data" / "datasets" / sample.NAME
+ON_SAMPLE = f"-{sample.NAME}"  # in the names of the sample's files, after program and arms
 BEGIN, END = "<!-- measured:begin (make docs) -->", "<!-- measured:end -->"
 
 
@@ -54,6 +60,13 @@ def script_hash() -> str:
     return hashlib.sha256((REPO / "train_gpt.py").read_bytes()).hexdigest()[:12]
 
 
+def sample_hash() -> str:
+    """The first digits of a SHA-256 over those of the sample's tokenizer and files."""
+    manifest = shards.read_manifest(SAMPLE)
+    hashes = [manifest["tokenizer"]["sha256"], *(file["sha256"] for file in manifest["files"].values())]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:12]
+
+
 def conditions() -> dict[str, Any]:
     """Machine, versions, commit and date; take them before a measurement, which is what loads the machine."""
     return {
@@ -73,15 +86,48 @@ def described(at: dict[str, Any]) -> str:
         f"average {at['load']} before, Python {at['python']}, torch {at['torch']}, numpy {at['numpy']}, "
         f"commit {at['commit']}, train_gpt.py {at['script']}"
         + (f", program {at['program']}, {at['dtype']}" if "program" in at else "")
+        + (f", sample {at['sample']}" if "sample" in at else "")
     )
+
+
+def program_of(result: dict[str, Any]) -> Any:
+    """The module that measured it."""
+    return importlib.import_module(f"benchmarks.{result['benchmark']}")
 
 
 def section(result: dict[str, Any], of: str = "") -> str:
     """One section of RESULTS.md; of: what distinguishes it from others of the same benchmark."""
-    benchmark = importlib.import_module(f"benchmarks.{result['benchmark']}")
+    benchmark = program_of(result)
     title = benchmark.TITLE + (f": {of}" if of else "")
     lines = benchmark.tables(result["measured"])
     return "\n".join([f"## {title}", "", described(result["conditions"]), "", *lines, ""])
+
+
+def of_clone(name: str, found: dict[str, dict[str, Any]]) -> str:
+    """The line under a table: what a clone alone measures again, by the same program with the same arms."""
+    for of_sample, result in found.items():
+        of, on_sample, _ = of_sample.partition(ON_SAMPLE)
+        if on_sample and name.startswith(f"{of}-"):
+            program, measured, at = program_of(result), result["measured"], result["conditions"]
+            return (
+                f"From a clone alone: `{program.command(measured)}` gave {program.figure(measured)} on the "
+                f"built-in sample {at['sample']} of Python {at['python']} ([conditions](results/{of_sample}"
+                ".json), [elsewhere](#how-it-was-measured)).\n"
+            )
+    return ""
+
+
+def beside_kept(name: str, result: dict[str, Any]) -> str:
+    """The figure of a result beside the kept one of that name; empty where none is kept."""
+    if not (FOLDER / f"{name}.json").exists():
+        return ""
+    kept, lines = latest(name), []
+    for label, one in (("kept", kept), ("here", result)):
+        at, told = one["conditions"], program_of(one).figure(one["measured"])
+        lines.append(f"{label}: {told}; {at['processor']}, Python {at['python']}, script {at['script']}")
+    if kept["conditions"]["sample"] == result["conditions"]["sample"]:
+        return "\n".join([*lines, "sample: the same bytes"])
+    return "\n".join([*lines, "sample: other bytes, as another version of Python or SentencePiece makes"])
 
 
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
@@ -124,7 +170,8 @@ def page() -> str:
         "In tables of differences: they are taken seed by seed, over the seeds that both rows have, so "
         "columns of means need not subtract. *Its error* is the standard error of their mean, *p* that of a "
         "paired t-test, bold below 0.01.", "",
-        *(section(result, name.partition("-")[2]) for name, result in found.items()),
+        *(part for name, result in found.items() if ON_SAMPLE not in name
+          for part in (section(result, name.partition("-")[2]), of_clone(name, found)) if part),
     ])  # fmt: skip
 
 
@@ -144,8 +191,13 @@ def finish(name: str, before: dict[str, Any], measured: dict[str, Any], keep: bo
 
     SystemExit with `keep` where programs differed from their commit when it was measured.
     """
-    text = json.dumps({"benchmark": name.split("-")[0], "conditions": before, "measured": measured}, indent=1)
+    if ON_SAMPLE in name:
+        before = {**before, "sample": sample_hash()}
+    result = {"benchmark": re.split("[-/]", name)[0], "conditions": before, "measured": measured}
+    text = json.dumps(result, indent=1)
     print(section(json.loads(text), name.partition("-")[2]))
+    if ON_SAMPLE in name:
+        print(beside_kept(name, result))
     if keep:
         if before["commit"].endswith("-dirty"):
             raise SystemExit(f"--keep: measured at {before['commit']}; commit the programs, then measure")

@@ -57,13 +57,9 @@ class Turns:
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
         self._printed = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 — closed by `close`
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(script.resolve())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._printed,
-            text=True,
-            env={**os.environ, **threads, **settings},
-        )
+            [sys.executable, __file__, str(script.resolve())], text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self._printed, env={**os.environ, **threads, **settings},
+        )  # fmt: skip
 
     def __enter__(self) -> Turns:
         return self

@@ -74,18 +74,15 @@ REPLACEMENTS = (
     Replacement("precision of tensors", r"\btorch\.bfloat16\b", "torch.float32"),
     Replacement("fused optimizers", r"\bfused\s*=\s*True\b", "fused=False"),
     Replacement("accumulation", r"\b8\s*//\s*(h\.|args\.)?world_size(_env)?\b", "1", needed=True),
-    Replacement(
-        "flash attention",
-        r"from flash_attn_interface import flash_attn_func as (\w+)",
-        rf"\1 = {STAND_IN}.attention",
-    ),
+    Replacement("flash attention", r"from flash_attn_interface import flash_attn_func as (\w+)",
+                rf"\1 = {STAND_IN}.attention"),
     Replacement("tokenizer", r"\bspm\.SentencePieceProcessor\(", f"{STAND_IN}.tokenizer(", needed=True),
     Replacement("clock", r"\btime\.perf_counter\(\)", f"{STAND_IN}.clock()"),
     Replacement("external tools", r"\bsubprocess\.run\(", f"{STAND_IN}.tool("),
     # Quotes of the same kind inside the braces of an f-string are Python 3.12.
     Replacement("quotes of file patterns", r"glob\(\"(fineweb_\w+\*\.bin)\"\)", r"glob('\1')"),
     Replacement("quotes of lists", r"\{\", \"\.join\(", "{', '.join("),
-)
+)  # fmt: skip
 
 # Functions and classes of a script that `main` calls and a step does not need: replaced by name.
 LOADERS = ("DistributedTokenLoader", "ShuffledSequenceLoader")
@@ -101,17 +98,10 @@ FUNCTIONS_OF_SHIPPING = ("quantize_state_dict_int8", "dequantize_state_dict_int8
 
 # Rank 1 of a world of one: no process group, and neither log nor files, which are rank 0's.
 FIXED_SETTINGS = {
-    "RANK": "1",
-    "WARMUP_STEPS": "0",
-    "VAL_LOSS_EVERY": "0",
-    "TRAIN_LOG_EVERY": "0",
-    "MAX_WALLCLOCK_SECONDS": "0",
-    "GPTQ_RESERVE_SECONDS": "0",  # a clock's seconds are all of training
-    "TRAIN_PREFETCH": "0",
-    "TRAIN_COPY_STREAM": "0",
-    "VAL_PREFETCH": "0",
-    "VAL_COPY_STREAM": "0",
-}
+    "RANK": "1", "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "0",
+    "TRAIN_PREFETCH": "0", "TRAIN_COPY_STREAM": "0", "VAL_PREFETCH": "0", "VAL_COPY_STREAM": "0",
+    "MAX_WALLCLOCK_SECONDS": "0", "GPTQ_RESERVE_SECONDS": "0",  # a clock's seconds are all of training
+}  # fmt: skip
 
 
 def in_our_names(settings: Mapping[str, str], config: Path) -> dict[str, str]:
@@ -145,11 +135,8 @@ def check_nothing_is_left(text: str, name: str) -> None:
         raise UpstreamError(
             f"{name}:{error.lineno}: {error.msg} in Python {version}; try a newer Python"
         ) from error
-    problems: list[tuple[int, str]] = []
-    for statement in tree.body:
-        problems.append((statement.lineno, missing_package(statement)))
-    for node in ast.walk(tree):
-        problems.append((getattr(node, "lineno", 0), needs_a_gpu(node)))
+    problems = [(statement.lineno, missing_package(statement)) for statement in tree.body]
+    problems += [(getattr(node, "lineno", 0), needs_a_gpu(node)) for node in ast.walk(tree)]
     for line, left in problems:
         if left:
             raise UpstreamError(f"{name}:{line}: {left}, and no replacement fits; add one to REPLACEMENTS")
@@ -184,13 +171,9 @@ def missing_package(statement: ast.stmt) -> str:
 
 def names_used(text: str) -> set[str]:
     """Variables and attributes of a script's text."""
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Name):
-            found.add(node.id)
-        if isinstance(node, ast.Attribute):
-            found.add(node.attr)
-    return found
+    nodes = list(ast.walk(ast.parse(text)))
+    variables = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return variables | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 # --- STAND-INS: what replaced text calls ---
@@ -488,11 +471,8 @@ class Upstream:
 
     def _missing_of_shipping(self) -> list[str]:
         """The functions of shipping that the script lacks; one that it has and never calls is a leftover."""
-        missing = []
-        for name in FUNCTIONS_OF_SHIPPING:
-            if name not in self._namespace or name not in self._names:
-                missing.append(name)
-        return missing
+        called = self._namespace.keys() & self._names
+        return [name for name in FUNCTIONS_OF_SHIPPING if name not in called]
 
     def _checked_average(self, name: str, average: Any) -> dict[str, Tensor] | None:
         """What the script calls its average, if it is one of all of its model's state; None: it is off."""

@@ -118,15 +118,9 @@ class Recorder:
         return live
 
     def add(
-        self,
-        kind: str,
-        name: str,
-        moved_bytes: float,
-        flop: float = 0.0,
-        flop_per_second: float = 0.0,
-        shapes: str = "",
-        instructions: float = 0.0,
-    ) -> None:
+        self, kind: str, name: str, moved_bytes: float, flop: float = 0.0, flop_per_second: float = 0.0,
+        shapes: str = "", instructions: float = 0.0,
+    ) -> None:  # fmt: skip
         """One launch."""
         seconds = launch_seconds(self.card, moved_bytes, flop, flop_per_second, instructions)
         live = self.live_bytes(name)

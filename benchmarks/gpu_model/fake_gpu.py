@@ -148,30 +148,14 @@ def _device_properties(card: Card) -> types.SimpleNamespace:
     """What `torch.cuda.get_device_properties` tells; what a card does not name is the same on all of them."""
     major, minor = card.capability
     return types.SimpleNamespace(
-        name=card.name,
-        major=major,
-        minor=minor,
-        multi_processor_count=card.multiprocessors,
-        total_memory=card.memory_bytes,
-        L2_cache_size=card.l2_cache_bytes,
-        shared_memory_per_block=48 << 10,
+        name=card.name, major=major, minor=minor, multi_processor_count=card.multiprocessors,
+        total_memory=card.memory_bytes, L2_cache_size=card.l2_cache_bytes, shared_memory_per_block=48 << 10,
         shared_memory_per_block_optin=card.shared_memory_bytes,
-        shared_memory_per_multiprocessor=card.shared_memory_bytes + 1024,
-        regs_per_multiprocessor=65_536,
-        max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024,
-        warp_size=32,
-        clock_rate=1_980_000,
-        memory_clock_rate=2_619_000,
-        memory_bus_width=5120,
-        gcnArchName="",
-        uuid="fake",
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        pci_bus_id=0,
-        pci_device_id=0,
-        pci_domain_id=0,
-    )
+        shared_memory_per_multiprocessor=card.shared_memory_bytes + 1024, regs_per_multiprocessor=65_536,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
+        clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120, gcnArchName="", uuid="fake",
+        is_integrated=0, is_multi_gpu_board=0, pci_bus_id=0, pci_device_id=0, pci_domain_id=0,
+    )  # fmt: skip
 
 
 def _replace_torch_cuda(card: Card, properties: types.SimpleNamespace) -> None:
@@ -179,30 +163,14 @@ def _replace_torch_cuda(card: Card, properties: types.SimpleNamespace) -> None:
     import torch
 
     answers: dict[str, Any] = {
-        "is_available": True,
-        "is_initialized": True,
-        "_is_compiled": True,
-        "_is_in_bad_fork": False,
-        "init": None,
-        "_lazy_init": None,
-        "device_count": 1,
-        "current_device": 0,
-        "set_device": None,
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-        "current_stream": _Stream(),
-        "synchronize": None,
-        "get_device_properties": properties,
-        "get_device_capability": card.capability,
-        "get_device_name": card.name,
-        "is_bf16_supported": True,
-        "is_tf32_supported": True,
-        "mem_get_info": (card.memory_bytes, card.memory_bytes),
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "max_memory_reserved": 0,
-        "set_rng_state": None,
-    }
+        "is_available": True, "is_initialized": True, "_is_compiled": True, "_is_in_bad_fork": False,
+        "init": None, "_lazy_init": None, "device_count": 1, "current_device": 0, "set_device": None,
+        "_exchange_device": 0, "_maybe_exchange_device": 0, "current_stream": _Stream(), "synchronize": None,
+        "get_device_properties": properties, "get_device_capability": card.capability,
+        "get_device_name": card.name, "is_bf16_supported": True, "is_tf32_supported": True,
+        "mem_get_info": (card.memory_bytes, card.memory_bytes), "memory_allocated": 0,
+        "max_memory_allocated": 0, "max_memory_reserved": 0, "set_rng_state": None,
+    }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, _always(answer))
     torch.cuda.device = _Device
@@ -245,11 +213,9 @@ def _replace_triton_driver(card: Card) -> None:
 
     major, minor = card.capability
     properties = {
-        "max_shared_mem": card.shared_memory_bytes,
-        "multiprocessor_count": card.multiprocessors,
-        "warpSize": 32,
-        "max_num_regs": 65_536,
-    }
+        "max_shared_mem": card.shared_memory_bytes, "multiprocessor_count": card.multiprocessors,
+        "warpSize": 32, "max_num_regs": 65_536,
+    }  # fmt: skip
     driver = types.SimpleNamespace(
         get_current_target=_always(GPUTarget("cuda", major * 10 + minor, 32)),
         get_current_device=_always(0),

@@ -175,14 +175,9 @@ class Replay:
     """
 
     def __init__(
-        self,
-        code: str,
-        path: Path,
-        example_inputs: Sequence[Any],
-        recorder: Recorder,
-        fake_mode: FakeTensorMode,
-        counter: instructions.Counter | None = None,
-    ) -> None:
+        self, code: str, path: Path, example_inputs: Sequence[Any], recorder: Recorder,
+        fake_mode: FakeTensorMode, counter: instructions.Counter | None = None,
+    ) -> None:  # fmt: skip
         self.recorder = recorder
         collector = KernelCollector(recorder, counter)
         scope = self._load(code, path, collector)

@@ -72,12 +72,9 @@ def report(label: str, tokens: int, graphs: list[Graph], folder: Path, sizes: di
     if any(graph.replay is not None for graph in graphs):
         print(f"\n== {label}: {tokens} tokens, {whole}", flush=True)
     content = {
-        "label": label,
-        "tokens": tokens,
-        "sizes": sizes,
-        "milliseconds": whole.microseconds / 1e3,
+        "label": label, "tokens": tokens, "sizes": sizes, "milliseconds": whole.microseconds / 1e3,
         "graphs": described,
-    }
+    }  # fmt: skip
     (folder / f"{label}.json").write_text(json.dumps(content), encoding="utf-8")
     return whole
 
@@ -107,13 +104,9 @@ def _print_memory(graph: Graph) -> None:
 def _described(graph: Graph) -> dict[str, Any]:
     """A graph as JSON."""
     content: dict[str, Any] = {
-        "tag": graph.tag,
-        "backward": graph.backward,
-        "nodes": graph.nodes,
-        "operations": dict(graph.operations),
-        "outputs": [output._asdict() for output in graph.outputs],
-        "launches": [],
-    }
+        "tag": graph.tag, "backward": graph.backward, "nodes": graph.nodes, "launches": [],
+        "operations": dict(graph.operations), "outputs": [output._asdict() for output in graph.outputs],
+    }  # fmt: skip
     if graph.replay is not None:
         recorder = graph.replay.recorder
         kernels = graph.replay.kernels

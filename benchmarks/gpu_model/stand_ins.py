@@ -57,15 +57,9 @@ def install_flash_attention() -> None:
 
     # These names are read from the signature, so they are the package's own.
     def flash_attn_varlen_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        causal: bool = True,
-    ) -> Tensor:
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, causal: bool = True,
+    ) -> Tensor:  # fmt: skip
         return attention(q[None], k[None], v[None])[0][0]
 
     module = types.ModuleType("flash_attn_interface")
@@ -75,15 +69,9 @@ def install_flash_attention() -> None:
 
 
 def sdpa_as_cuda_chooses(
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """`scaled_dot_product_attention` by the kernel that a card would choose, since choosing needs a card.
 
     Without a mask flash attention; with one the memory-efficient kernel, whose bias is the mask in q's type.

@@ -89,11 +89,8 @@ def visits(config: train_gpt.Config, looping: bool) -> int:
 
 def sizes(config: train_gpt.Config) -> dict[str, int]:
     """Widths by which the products of a step can be told apart; 0: there is none of that kind."""
-    return {
-        "vocabulary": config.vocab_size,
-        "mlp": config.mlp_dim,
-        "gate": config.gate_window if config.sparse_attn_gate_enabled else 0,
-    }
+    gate = config.gate_window if config.sparse_attn_gate_enabled else 0
+    return {"vocabulary": config.vocab_size, "mlp": config.mlp_dim, "gate": gate}
 
 
 def rows(config: train_gpt.Config, phase: str, world_size: int = 8) -> tuple[int, int]:

@@ -10,6 +10,7 @@ and code generation for "cuda". Then the generated code runs on fake tensors (in
 """
 
 import collections
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,14 +73,9 @@ class Tracer:
     """
 
     def __init__(
-        self,
-        card: Card,
-        folder: Path,
-        custom_operations: CustomOperations | None = None,
-        attention_keys: float = 0.0,
-        replay: bool = True,
-        counted: str = "function",
-    ) -> None:
+        self, card: Card, folder: Path, custom_operations: CustomOperations | None = None,
+        attention_keys: float = 0.0, replay: bool = True, counted: str = "function",
+    ) -> None:  # fmt: skip
         inductor.patch()
         self.card = card
         self.folder = folder
@@ -179,9 +175,6 @@ def _new_outputs(graph_module: Any) -> list[Output]:
         if not isinstance(value, Tensor) or node.name in inputs:
             continue
         shape = tuple(sizes_of(value))
-        elements = 1
-        for size in shape:
-            elements *= size
         dtype = str(value.dtype).removeprefix("torch.")
-        new.append(Output(node.name, shape, dtype, elements * value.element_size()))
+        new.append(Output(node.name, shape, dtype, math.prod(shape) * value.element_size()))
     return new

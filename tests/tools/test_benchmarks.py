@@ -1,12 +1,12 @@
 """RESULTS.md follows from the raw figures; a benchmark that stores some makes the page from them."""
 
-import argparse
 import contextlib
 import copy
 import hashlib
 import itertools
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -27,16 +27,36 @@ from tools.markdown import refresh
 from tools.prove import tiny
 from tools.prove.probes import make_subject
 
+KEPT = results.stored(results.FOLDER)
+TABLES = [name for name in KEPT if results.ON_SAMPLE not in name]  # the others: of the built-in sample
+
 
 def test_the_page_follows_from_the_raw_figures_and_says_where_and_when() -> None:
     assert not refresh(results.block(), check=True), "run `make docs`"
-    stored = list(results.stored(results.FOLDER).values())
     sections = re.findall(r"^## .+\n\n(.+)$", results.page(), re.MULTILINE)
-    assert stored and sorted(sections) == sorted(results.described(one["conditions"]) for one in stored)
-    for one in stored:
+    assert sections == [results.described(KEPT[name]["conditions"]) for name in TABLES]
+    for one in KEPT.values():
         assert one["measured"] and re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", one["conditions"]["commit"])
     titles = re.findall(r"^##? .+$", results.page(), re.MULTILINE)
     assert len(titles) == len(set(titles)) and len(titles) > 3
+
+
+def test_under_each_table_stands_a_row_that_a_clone_alone_measures_again() -> None:
+    """With the settings of the kept run; those of experiments.py are compared in test_experiments.py."""
+    samples = {name.partition(results.ON_SAMPLE)[0]: KEPT[name] for name in KEPT.keys() - {*TABLES}}
+    for name, section in zip(TABLES, results.page().split("\n## ")[1:], strict=True):
+        (kept,) = [one for of, one in samples.items() if name.startswith(f"{of}-")]
+        assert kept["measured"].get("rows", {}).keys() <= KEPT[name]["measured"].get("rows", {}).keys()
+        assert results.of_clone(name, KEPT) in section and kept["conditions"]["sample"] in section
+    raced, model = samples["beside"]["measured"], samples["experiments-quantizers"]["measured"]
+    given = beside.parse(shlex.split(beside.command(raced))[2:])
+    again = {**beside.equal_in_all(given, beside.Race(given)), "code_bytes": raced["code_bytes"]}
+    assert raced == {**again, "rows": {side: raced["rows"][side] for side in given.only}}
+    assert given.seeds == [run["seed"] for runs in raced["rows"].values() for run in runs]
+    # Of quantizers: the model, and what is measured of it.
+    assert shlex.split(experiments.command(model))[2:] == divergence.TRAINING.split()
+    (run,), given = samples["divergence"]["measured"]["runs"], divergence.parse([])
+    assert [(row["bits"], row["arm"]) for row in run["rows"]] == given.wanted
 
 
 def test_the_release_is_that_of_every_figure(repo: Path) -> None:
@@ -51,7 +71,7 @@ def test_the_release_is_that_of_every_figure(repo: Path) -> None:
     # Of the script that the release names, whatever the working file is by now.
     script = results.release()["script"]
     assert re.fullmatch("[0-9a-f]{64}", script)
-    of = {name: one["conditions"]["script"] for name, one in results.stored(results.FOLDER).items()}
+    of = {name: one["conditions"]["script"] for name, one in KEPT.items()}
     told = re.findall(r"Other scripts, which the tables name, made (.*)\.", results.page())
     assert told == [", ".join(name for name, ran in of.items() if ran != script[:12])]
     of_records = []
@@ -222,12 +242,19 @@ def test_the_gain_is_told_in_two_parts_where_ours_was_trained_as_theirs() -> Non
     ]
 
 
-def test_a_result_has_the_name_of_its_script_and_is_never_lost_to_another(empty: Path) -> None:
-    given = argparse.Namespace(path=Path("pr549_train_gpt.py"), data=Path("datasets/text"), seconds=180.0)
+def test_a_result_is_never_lost_to_another_script_and_one_of_the_sample_is_told_beside_the_kept_one(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = beside.parse("pr549_train_gpt.py --data datasets/sample_sp1024 --seconds 180".split())
     name = beside.result_name(given)
-    assert name == "beside-pr549-text-180s"
+    assert name == "beside-pr549-sample_sp1024-180s"
     beside.check_nothing_is_lost(name, "1")
-    results.finish(name, results.conditions(), beside_measured({"ours": [tuned(1, 2.0)]}), keep=True)
+    for score, sample in ((2.0, "a"), (2.5, "b")):
+        monkeypatch.setattr(results, "sample_hash", lambda sample=sample: sample)
+        measured = beside_measured({"ours": [tuned(1, score)]})
+        results.finish(name, results.conditions(), measured, keep=score == 2.0)
+    told = re.findall("^(kept|here|sample): .*(2.000000|2.500000|other)", capsys.readouterr().out, re.M)
+    assert told == [("kept", "2.000000"), ("here", "2.500000"), ("sample", "other")]
     beside.check_nothing_is_lost(name, "0")  # the same script again
     with pytest.raises(SystemExit, match="holds a script of 0, this one is of 1; give your copy another"):
         beside.check_nothing_is_lost(name, "1")
@@ -330,12 +357,8 @@ def test_what_does_not_fit_a_race_is_told(race: Race) -> None:
 
 
 def test_shuffled_batches_are_those_of_ours(tmp_path: Path, small: Path, dataset: Path) -> None:
-    arguments = argparse.Namespace(
-        path=Path("train_gpt.py"), config=small, data=dataset, tokenizer=dataset / "tokenizer.model",
-        seconds=6.0, val_tokens=256, set=[], theirs=[], as_theirs=None, only=["theirs shuffled"], seeds=[7],
-        runs=tmp_path,
-    )  # fmt: skip
-    race = beside.Race(arguments)
+    command = ["train_gpt.py", "--config", small, "--data", dataset, "--seconds", 6, "--val-tokens", 256]
+    race = beside.Race(beside.parse([*map(str, command), "--only", "theirs shuffled"]))
     ours = train_gpt.Config.from_env({**race.ours, "SEED": "7"})
     shards = train_gpt.open_shards(f"{dataset}/fineweb_train_*.bin")
     feed = race.shuffled_batches(7)
@@ -350,8 +373,6 @@ def test_shuffled_batches_are_those_of_ours(tmp_path: Path, small: Path, dataset
 
 def test_the_pictures_show_what_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = results.latest(picture.BESIDE)["measured"]["rows"]
-    # Those of equal operations may not be stored yet.
-    monkeypatch.setitem(picture.STACK_RUNS, "equal operations", picture.STACK_RUNS["equal seconds"])
     pictures = picture.draw()
     left, _ = pictures["results.png"].axes
     # Of each row its seeds, then their mean.

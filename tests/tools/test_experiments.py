@@ -222,8 +222,7 @@ def test_the_clock_counts_what_the_process_computes(tmp_path: Path) -> None:
         "    assert time.perf_counter() - before < 0.15, 'it slept'\n"
         "    return 3\n"
     )
-    command = [sys.executable, cpu_clock.__file__, str(script)]
-    assert subprocess.run(command, check=False).returncode == 3
+    assert subprocess.run([sys.executable, cpu_clock.__file__, str(script)], check=False).returncode == 3
 
 
 def test_a_run_is_scored_once_more(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
