@@ -146,12 +146,8 @@ def latest(name: str) -> dict[str, Any]:
 
 
 def release() -> dict[str, Any]:
-    """version, commit and script (the SHA-256 of train_gpt.py) of the last release.
-
-    same_bits: the scripts of earlier releases that compute the same bits, by version.
-    """
-    named: dict[str, Any] = json.loads((FOLDER / RELEASE).read_text(encoding="utf-8"))
-    return named
+    """version, commit, script (SHA-256) of the release; same_bits: commits with the same results."""
+    return latest(RELEASE.removesuffix(".json"))
 
 
 def page() -> str:
@@ -159,14 +155,14 @@ def page() -> str:
     of = release()
     found = stored(FOLDER)
     alike = [script[:12] for script in (of["script"], *of["same_bits"].values())]
-    same = ", ".join(f"{version} (`{script[:12]}`)" for version, script in of["same_bits"].items())
+    same = ", ".join(f"{commit} (`{script[:12]}`)" for commit, script in of["same_bits"].items())
     others = [name for name, one in found.items() if one["conditions"]["script"] not in alike]
     told = f" Other scripts, which the tables name, made {', '.join(others)}." if others else ""
     return "\n".join([
         "# Tables", "",
         f"Version {of['version']} is train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`. "
-        f"It computes the same bits as {same} in all cases of `tests/same_bits.py`. Tables whose "
-        "programs have left are frozen in [results/0.5.md](results/0.5.md)." + told, "",
+        f"Those of {same} compute the same bits in all cases of `tests/same_bits.py`. "
+        "Tables whose programs have left are frozen in [results/0.5.md](results/0.5.md)." + told, "",
         "In tables of differences: they are taken seed by seed, over the seeds that both rows have, so "
         "columns of means need not subtract. *Its error* is the standard error of their mean, *p* that of a "
         "paired t-test, bold below 0.01.", "",
