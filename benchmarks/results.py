@@ -161,7 +161,7 @@ def page() -> str:
     return "\n".join([
         "# Tables", "",
         f"Version {of['version']} is train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`. "
-        f"Those of {same} compute the same bits in all cases of `tests/same_bits.py`. "
+        f"The script of {same} computes the same bits in all cases of `tests/same_bits.py`. "
         "Tables whose programs have left are frozen in [results/0.5.md](results/0.5.md)." + told, "",
         "In tables of differences: they are taken seed by seed, over the seeds that both rows have, so "
         "columns of means need not subtract. *Its error* is the standard error of their mean, *p* that of a "
