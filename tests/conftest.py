@@ -16,6 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """One thread per process: the suite runs in parallel on small machines."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # this process only hands tests to others, and needs no torch
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
     import torch
 
     torch.set_num_threads(1)
