@@ -1,23 +1,34 @@
 """Shared fixtures. SHARED_DATA names the folder with real FineWeb text; its default stands here alone."""
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.processes import dataset, finished, lab  # noqa: F401
 from tests.support.waiting import TIME_SCALE
-
-if not torch.cuda.is_available():  # Triton decides at import whether its interpreter runs the kernels
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REPO = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """One thread per process: the suite runs in parallel on small machines."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # this process only hands tests to others, and needs no torch
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
+    import torch
+
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():  # Triton decides at import whether its interpreter runs the kernels
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules stay: looking through them for what could be freed took seconds while tests were collected."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -26,6 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         seconds = float(mark.args[0] if mark else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(seconds * TIME_SCALE), append=False)
+    import torch
+
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

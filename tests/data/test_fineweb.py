@@ -154,6 +154,8 @@ def test_cut_connections_are_resumed_within_the_file(hub: Hub, files: dict[str, 
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     block_bytes = 4096
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", block_bytes)
+    # The client waits for a second before it goes on.
+    monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
     name = remote("fineweb_train_000001.bin")
     hub.faults.cut_after_bytes[name] = [10_000, 20_000]
     fetch(tmp_path, files)

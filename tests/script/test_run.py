@@ -221,8 +221,7 @@ def assert_float_weights(ended: Ended) -> None:
 def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
     """However many batches are asked for: as many are taken as the clock, which counts work, allows."""
     clock = {"MAX_WALLCLOCK_SECONDS": 0.91, "GPTQ_RESERVE_SECONDS": 0.3, "GPTQ_CALIBRATION_BATCHES": 100_000}
-    changes = {**clock, "WARMUP_STEPS": 1, "ITERATIONS": 100_000, "VAL_LOSS_EVERY": 7}
-    changes |= {**SHORT_END, "GPTQ": 1}
+    changes = {**SHORT_END, **clock, "GPTQ": 1, "WARMUP_STEPS": 1, "ITERATIONS": 100_000, "VAL_LOSS_EVERY": 7}
     ended = lab.succeed(fault=counted_clock(), **changes)
     # Steps take 0.04 s: 15 fit into 0.61 s, of which one is kept free. Validation stops the clock.
     assert ended.summary["steps"] == 14

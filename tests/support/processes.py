@@ -296,8 +296,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
     """A finished run with the tiny settings; to be read only."""
 
     def make(folder: Path) -> None:
-        # SEEDS is no setting, but like one: the log says so.
-        ended = Lab(folder, dataset).succeed(WARMUP_STEPS=1, SEEDS="1 2")
+        ended = Lab(folder, dataset).succeed(WARMUP_STEPS=1, SEEDS="1 2")  # no setting: the log says so
         (folder / "out").write_text(ended.out, "utf-8")
         (folder / "err").write_text(ended.err, "utf-8")
 

@@ -616,7 +616,6 @@ def _checked(order: Order, folder: Path) -> tuple[list[Finding], list[str]]:
     Also its attempts to reach the network.
     """
     from tools.prove import cell, execution, tiny
-    from tools.prove.probes import ENTRY_POINT
 
     path = Path(order.path)
     keep = [Path(name) for name in (order.adapter, (order.settings or {}).get("CONFIG", "")) if name]
@@ -625,6 +624,8 @@ def _checked(order: Order, folder: Path) -> tuple[list[Finding], list[str]]:
             script = process.call("open", (path, not order.adapter))
         except cell.CellError as error:
             return not_checked(path, f"it does not load: {error}"), _attempts(process)
+        from tools.prove.probes import ENTRY_POINT  # loads torch, which takes as long as the script's process
+
         missing = [name for name in ENTRY_POINT if not cell.offers(script, name)]
         findings: list[Finding] = []
         ended = True
@@ -706,9 +707,6 @@ def _stopped(error: Exception, path: Path) -> Finding:
 
 def _main(arguments: list[str]) -> None:
     """What an auditor does: it reads its task, and writes its findings into the pipe that it was given."""
-    import torch
-
-    torch.set_num_threads(1)
     task = json.load(sys.stdin)
     order = Order(**task["order"])
     folder = Path(task["folder"])
