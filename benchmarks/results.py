@@ -155,15 +155,15 @@ def page() -> str:
     of = release()
     found = stored(FOLDER)
     alike = [script[:12] for script in (of["script"], *of["same_bits"].values())]
-    same = ", ".join(f"{commit} (`{script[:12]}`)" for commit, script in of["same_bits"].items())
+    same = [f"The script of {commit} (`{script[:12]}`) computes the same bits in all cases of "
+            "`tests/same_bits.py`. " for commit, script in of["same_bits"].items()]  # fmt: skip
     others = [name for name, one in found.items() if one["conditions"]["script"] not in alike]
     told = f" Other scripts, which the tables name, made {', '.join(others)}." if others else ""
     return "\n".join([
         "# Tables", "",
         f"Version {of['version']} is train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`. "
-        f"The script of {same} computes the same bits in all cases of `tests/same_bits.py`. "
-        "Tables whose programs have left are frozen in [results/0.5.md](results/0.5.md)." + told, "",
-        "In tables of differences: they are taken seed by seed, over the seeds that both rows have, so "
+        f"{''.join(same)}Tables whose programs have left are in [results/0.5.md](results/0.5.md).{told}",
+        "", "In tables of differences: they are taken seed by seed, over the seeds that both rows have, so "
         "columns of means need not subtract. *Its error* is the standard error of their mean, *p* that of a "
         "paired t-test, bold below 0.01.", "",
         *(part for name, result in found.items() if ON_SAMPLE not in name

@@ -412,10 +412,8 @@ def mlp_of(
 
 @needs_runnable_kernels
 @pytest.mark.parametrize(("asked", "times_ms", "form"), [
-    ("auto", (1, 2), "kernel"),
-    ("auto", (2, 1), "plain"),
-    ("1", (2, 1), "kernel"),
-    ("0", (1, 2), "plain"),
+    ("auto", (1, 2), "kernel"), ("auto", (2, 1), "plain"),
+    ("1", (2, 1), "kernel"), ("0", (1, 2), "plain"),
 ])  # fmt: skip
 def test_a_gpu_takes_the_fastest_form_it_may_have(asked: str, times_ms: tuple[float, ...], form: str) -> None:
     """The line tells of each how far it is from the plain one, and how long it lasts."""

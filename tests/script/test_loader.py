@@ -80,12 +80,9 @@ def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=6),
-    seq_len=st.integers(1, 20),
-    seed=st.integers(0, 2**63 - 1),
-    shuffle=st.booleans(),
-    epoch=st.integers(0, 3),
-)
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=6), seq_len=st.integers(1, 20),
+    seed=st.integers(0, 2**63 - 1), shuffle=st.booleans(), epoch=st.integers(0, 3),
+)  # fmt: skip
 def test_an_epoch_has_all_once(sizes: list[int], seq_len: int, seed: int, shuffle: bool, epoch: int) -> None:
     all_shards = [train_gpt.Shard(Path(f"{number}"), size) for number, size in enumerate(sizes)]
     config = make_config(train_seq_len=seq_len, seed=seed, shuffle=shuffle)

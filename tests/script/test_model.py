@@ -407,10 +407,8 @@ def test_a_shorter_input_is_rotated_as_in_training(trained: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "reference"), [
-    ("upstream_baseline.env", 17_059_912),
-    ("pr591.env", 17_059_912),
-    ("pr549.env", 26_928_220),
-    ("pr785.env", 26_928_220),
+    ("upstream_baseline.env", 17_059_912), ("pr591.env", 17_059_912),
+    ("pr549.env", 26_928_220), ("pr785.env", 26_928_220),
     ("pr1493.env", 35_944_536),
     # Of #1855's table of lane scalars only the rows of the layers that have two lanes exist.
     ("", 35_945_671 - (66 - 18)),

@@ -69,11 +69,7 @@ def note_each(items: Iterator[Any], noted: list[int]) -> Iterator[Any]:
 
 
 def open_loader(
-    shards: list[Any],
-    rank: int = 0,
-    world_size: int = 1,
-    device: torch.device = train_gpt.CPU,
-    **changes: Any,
+    shards: list[Any], rank: int = 0, world_size: int = 1, device: Any = train_gpt.CPU, **changes: Any
 ) -> WatchedLoader:
     """A loader of one rank, with settings changed."""
     machine = train_gpt.Machine(rank, world_size, device)

@@ -31,15 +31,9 @@ def wrap(source: str) -> bytes:
 
 
 def make_run(
-    path: Path,
-    seed: int,
-    *,
-    source: str = SOURCE,
-    gain: float = 0.0,
-    config: dict[str, str] | None = None,
-    slow_step: int | None = None,
-    summary_changes: dict[str, Any] | None = None,
-) -> Path:
+    path: Path, seed: int, *, source: str = SOURCE, gain: float = 0.0, config: dict[str, str] | None = None,
+    slow_step: int | None = None, summary_changes: dict[str, Any] | None = None,
+) -> Path:  # fmt: skip
     """Write a finished run. `gain` lowers every loss; `slow_step` makes the loader stall before that step."""
     path.mkdir(parents=True)
     settings = {**CONFIG, **(config or {}), "SEED": str(seed), "RUN_ID": path.name}
@@ -61,12 +55,8 @@ def make_run(
         "stream_hash": f"{seed:016x}",
         "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "numpy": "2.4.6", "cuda": None},
         "hardware": {"gpus": [], "cores": 2, "world_size": 1},
-        "phases": {
-            "setup": 1.25,
-            "train": STEPS * STEP_MS / 1e3,
-            "eval_sliding_window": 4.0,
-            "eval_legal_ttt": 9.5,
-        },
+        "phases": {"setup": 1.25, "train": STEPS * STEP_MS / 1e3, "eval_sliding_window": 4.0,
+                   "eval_legal_ttt": 9.5},
         "steps": STEPS,
         "losses": losses,
         "artifact": {"bytes": len(model), "sha256": hashlib.sha256(model).hexdigest()},

@@ -110,10 +110,8 @@ def _closure_of(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("text", [
-    "if True:import helper\n",
-    "x = 1;from helper import work\n",
-    "import os, helper as h\n",
-    "from . import helper\n",
+    "if True:import helper\n", "x = 1;from helper import work\n",
+    "import os, helper as h\n", "from . import helper\n",
     "import importlib\nimportlib.import_module('helper')\n",
     "__import__('helper')\n",
     "exec(open('helper.py').read())\n",
