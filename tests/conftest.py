@@ -10,6 +10,13 @@ from tests.support.processes import dataset, finished, lab  # noqa: F401
 from tests.support.waiting import TIME_SCALE
 
 REPO = Path(__file__).resolve().parents[1]
+HAS_GPU = False
+if os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg"):  # else torch, slow to load, is not asked
+    import torch
+
+    HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # Triton decides at import whether its interpreter runs the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,14 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():  # Triton decides at import whether its interpreter runs the kernels
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     gc.disable()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """Modules stay: looking through them for what could be freed took seconds while tests were collected."""
-    gc.freeze()
     gc.enable()
 
 
@@ -37,9 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         seconds = float(mark.args[0] if mark else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(seconds * TIME_SCALE), append=False)
-    import torch
-
-    if torch.cuda.is_available():
+    if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:

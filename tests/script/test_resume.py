@@ -62,9 +62,8 @@ def copy(stopped: Ended, lab: Lab) -> Path:
 def test_a_run_stopped_twice_equals_one_never_stopped(lab: Lab, finished: Ended) -> None:
     directory = stop_at(lab, 1, signal.SIGHUP).directory  # a lost terminal
     stop_at(lab, 4, signal.SIGINT, RESUME=directory, TRAIN_PREFETCH=0)
-    # One that is lost under nohup.
-    lost = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + signal_at_step(5, signal.SIGHUP)
-    ended = lab.succeed(fault=lost, RESUME=directory, WARMUP_STEPS=4)
+    nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + signal_at_step(5, signal.SIGHUP)
+    ended = lab.succeed(fault=nohup, RESUME=directory, WARMUP_STEPS=4)
     assert_same_result(ended, finished)
     assert train_losses(ended) == train_losses(finished)
     log = (ended.directory / "log.txt").read_text("utf-8")
