@@ -189,13 +189,13 @@ def ends(script: Any, data: Path, folder: Path) -> list[tuple[str, str, str]]:
         return lambda: script.Config.from_env(given)
 
     def stopped(directory: Path | None) -> Callable[[], Any]:
-        def begin_phase() -> None:
-            run = script.Run(script.Machine(), directory, stop_signal=SIGNAL)
+        def caught() -> None:
+            run = script.Run(script.Machine(), directory)
             run.log("a line before the signal")
-            with mock.patch.object(os, "_exit", side_effect=SystemExit), run.phase("eval_roundtrip"):
-                pass
+            with mock.patch.object(os, "_exit", side_effect=SystemExit):
+                run.on_signal(SIGNAL)
 
-        return begin_phase
+        return caught
 
     tried: list[tuple[str, str, Callable[[], Any]]] = [
         ("B3", "the score of a text without a score", lambda: script.Ledger(np.arange(9)).score(9)),
@@ -206,7 +206,7 @@ def ends(script: Any, data: Path, folder: Path) -> list[tuple[str, str, str]]:
         ("B18", "NUM_HEADS that do not divide MODEL_DIM", settings(NUM_HEADS="3", MODEL_DIM="16")),
         ("B18", "NUM_LAYERS=x", settings(NUM_LAYERS="x")),
         ("B18", "RESUME with EVAL_ONLY", settings(RESUME="x", EVAL_ONLY="x")),
-        ("B18", "a signal before a phase", stopped(folder)),
+        ("B18", "a signal outside training", stopped(folder)),
         ("B18", "a signal, without files", stopped(None)),
     ]  # fmt: skip
     found = []
