@@ -36,21 +36,20 @@ READ_OUT = "Read-out: the last weights, their average, or a blend: "
 PARTS, EQUAL = f"What each part brings: {SAMPLE}-200steps", f"Quantizers at equal bytes: {SAMPLE}"
 IDEAS = ("Adam betas 0.8 0.95", "momentum mixture, from the start", "short pieces in the first third")
 BOTH = ("trellis, steps of columns",)
-# Three sizes after equal CPU seconds, and after equal floating-point operations of training.
+# Three sizes after equal CPU seconds, and after equal floating-point operations of training; one after more.
 STACKS = {
     "equal seconds": (
         ("0.25 M weights, 40 s", "4x64-40s"), ("0.86 M weights, 80 s", "4x128-80s"),
         ("2.1 M weights, 160 s", "4x208-160s"),
     ),
+    "four times the operations": (("0.25 M weights, 6 TFLOP of training each", "4x64-6tflop"),),
     "equal operations": (
-        ("0.25 M weights, 1.5 TFLOP of training each", "4x64-1.5tflop"),
-        ("0.86 M weights, 3 TFLOP", "4x128-3tflop"), ("2.1 M weights, 6 TFLOP", "4x208-6tflop"),
+        ("0.25 M weights, 1.5 TFLOP", "4x64-1.5tflop"), ("0.86 M weights, 3 TFLOP", "4x128-3tflop"),
+        ("2.1 M weights, 6 TFLOP", "4x208-6tflop"),
     ),
 }  # fmt: skip
-CANDIDATES = (
-    ("0.25 M weights, 300 steps", "4x64-300steps"), ("1.0 M, 240 steps", "6x128-240steps"),
-    ("2.1 M, 200 steps", "4x208-200steps"),
-)  # fmt: skip
+CANDIDATES = (("0.25 M weights, 300 steps", "4x64-300steps"), ("1.0 M, 240 steps", "6x128-240steps"),
+              ("2.1 M, 200 steps", "4x208-200steps"))  # fmt: skip
 QUESTIONS = (
     Asked("Is this file better than the challenge's script after equal CPU seconds?",
           f"{BESIDE}{SAMPLE}-60s", "minus theirs", ("ours",),
@@ -60,7 +59,7 @@ QUESTIONS = (
           "data so large that order matters less"),
     *(Asked(f"Is the default better than the baseline's settings in this file? {size}",
             f"Experiment: stacks-{SAMPLE}-{run}", "float minus upstream_baseline", ("default", "pr1493"),
-            "longer runs: these read 0.2 to 3 tokens a weight")
+            "longer runs: these read 0.2 to 13 tokens a weight")
       for runs in STACKS.values() for size, run in runs),
     Asked("Is it better than #549's script, before quantization?", f"{BESIDE}pr549-{SAMPLE}-90s",
           "minus theirs", ("ours",), "8 GPUs, for which that script is made"),
