@@ -3,10 +3,10 @@
     python benchmarks/divergence.py [RUN ...] [--bits 3.55] [--curve 2.4 2.8 4.5] [--keep]
 
 A RUN is a run directory of SAVE_FLOAT=1, each of another seed; its settings name data and model. Without one
-a small model is trained on the built-in sample first, in half a minute. The arms are
-those of arms/quantizers.json. All get the Hessians of the same training batches and --bits for each weight.
-At the sizes of --curve only the first arm and the last are measured. The divergence is the mean over targets
-of the Kullback-Leibler divergence from the predictions of the weights before quantization, in nats.
+a small model is trained on the built-in sample. The arms are those of arms/quantizers.json. All get the
+Hessians of the same training batches and --bits for each weight. At the sizes of --curve only the first arm
+and the last are measured. The divergence is the mean over targets of the Kullback-Leibler divergence from the
+predictions of the weights before quantization, in nats.
 """
 
 import argparse

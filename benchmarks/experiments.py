@@ -8,9 +8,7 @@ TABLE is a file of benchmarks/arms/: its arms are settings over those of the tab
 name a patch of benchmarks/patches/. It may also name an arm (`of`) whose artifact it scores in another way.
 The budget of a run is steps, CPU seconds of training, or 10^12 floating-point operations of training: those
 of the products with weights in both passes, without attention and optimizer. --bytes bounds the weights of an
-artifact, without the code, so that a longer script costs none of them.
-
-Without --data the built-in sample is the data, and made where it is missing (data/sample.py).
+artifact, without the code. Without --data the built-in sample is made where it is missing, and is the data.
 
 Each run is the script as a user starts it, on one thread, by a clock of CPU seconds (cpu_clock.py). Its run
 directory stays, so `tools pack` can make records of it. What the folder of runs holds is not measured again.
@@ -502,10 +500,8 @@ def told_changes(table: dict[str, Any], arms: list[str]) -> dict[str, str]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of every program that starts runs."""
-    parser.add_argument(
-        "--data", type=Path, default=results.SAMPLE, help="folder of fineweb_{train,val}_*.bin (the sample)")
-    parser.add_argument(
-        "--tokenizer", type=Path, default=TOKENIZER, help="SentencePiece model of these shards")
+    parser.add_argument("--data", type=Path, default=results.SAMPLE, help="folder of shards (the sample)")
+    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="SentencePiece model of the shards")
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--steps", type=int, default=0)
     budget.add_argument("--seconds", type=float, default=0.0, help="of the CPU, of training alone")
@@ -518,12 +514,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def prepare(arguments: argparse.Namespace) -> None:
     """Make the built-in sample if it is the data. ExperimentError where not all of it is."""
-    mixed = {arguments.data == results.SAMPLE, arguments.tokenizer == TOKENIZER}
-    if len(mixed) > 1:
+    on_sample = arguments.data == results.SAMPLE
+    if on_sample != (arguments.tokenizer == TOKENIZER):
         raise ExperimentError("--data and --tokenizer belong together: give both, or none for the sample")
     if arguments.keep:
         results.refuse_dirty()
-    if mixed == {True} and sample.main([]) != 0:
+    if on_sample and sample.main([]) != 0:
         raise ExperimentError(f"{results.SAMPLE}: the sample is not there; `python data/sample.py` makes it")
 
 

@@ -129,6 +129,8 @@ def main() -> None:
     parser.add_argument("--name", default="turns", help="of the kept turns")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.keep:
+        results.refuse_dirty()
     before = results.conditions()
     found = in_turns(arguments)
     if not found:

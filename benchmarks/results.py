@@ -5,8 +5,7 @@ A benchmark has a TITLE and `tables(measured)`, a pure function from its raw fig
 file of results/ holds the benchmark's name, the machine as it was before it began, and those raw figures.
 
 results/release.json names a version and the train_gpt.py that is it; tables of other scripts are listed.
-Files of the built-in sample are no tables. A clone alone measures them again: they stand under those of their
-program and arms, and a program that measures one again prints the kept figure beside its own.
+A clone alone measures the files of the built-in sample again. They are no tables, but a line under them.
 Tables whose programs have left are frozen in results/0.5.md; nothing makes that page anew.
 """
 
@@ -108,7 +107,9 @@ def of_clone(name: str, found: dict[str, dict[str, Any]]) -> str:
     for of_sample, result in found.items():
         of, on_sample, _ = of_sample.partition(ON_SAMPLE)
         if on_sample and name.startswith(f"{of}-"):
-            program, measured, at = program_of(result), result["measured"], result["conditions"]
+            program = program_of(result)
+            measured = result["measured"]
+            at = result["conditions"]
             return (
                 f"From a clone alone: `{program.command(measured)}` gave {program.figure(measured)} on the "
                 f"built-in sample {at['sample']} of Python {at['python']} ([conditions](results/{of_sample}"
@@ -121,9 +122,11 @@ def beside_kept(name: str, result: dict[str, Any]) -> str:
     """The figure of a result beside the kept one of that name; empty where none is kept."""
     if not (FOLDER / f"{name}.json").exists():
         return ""
-    kept, lines = latest(name), []
+    kept = latest(name)
+    lines = []
     for label, one in (("kept", kept), ("here", result)):
-        at, told = one["conditions"], program_of(one).figure(one["measured"])
+        at = one["conditions"]
+        told = program_of(one).figure(one["measured"])
         lines.append(f"{label}: {told}; {at['processor']}, Python {at['python']}, script {at['script']}")
     if kept["conditions"]["sample"] == result["conditions"]["sample"]:
         return "\n".join([*lines, "sample: the same bytes"])
