@@ -23,10 +23,13 @@ N anything flattened or batched, R matrix rows, C matrix columns; in KERNELS M, 
 """
 
 import ast
+import bisect
 import bz2
 import contextlib
 import copy
+import ctypes
 import difflib
+import errno
 import functools
 import glob
 import hashlib
@@ -42,12 +45,14 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import struct
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import zipfile
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -375,6 +380,8 @@ class Config(TrainingSettings):
     resume_other_code: bool = setting(False, "let RESUME go on with another script than the run's; recorded")
     save_float: bool = setting(False, "write the weights before quantization too, as final_model.pt")
     eval_only: str = setting("", "score this artifact instead of training")
+    foreign_names: str = setting("", "variables of other programs, as A,B, whose names resemble settings",
+                                 pattern="[A-Za-z0-9_,]*")  # fmt: skip
 
     @property
     def eval_length(self) -> int:
@@ -469,7 +476,8 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
             fits = False
     # A file of KEY=VALUE lines must be able to hold every value.
     if not fits or not text.isprintable():
-        raise ConfigError(f"{name}={text!r}: expected {expected}; {limits['meaning']}")
+        way_out = "" if text else f"; unset it to get the default, {spec.default}"
+        raise ConfigError(f"{name}={text!r}: expected {expected}; {limits['meaning']}{way_out}")
     return value
 
 
@@ -496,7 +504,7 @@ def read_config_file(path: str) -> dict[str, str]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if name not in known or not equals:
             raise ConfigError(
-                f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean "
+                f"CONFIG={path} line {number}: {pair!r} is not KEY=VALUE of a setting; did you mean "
                 f"{similar_setting(name) or 'one that --help lists'}? A run's config.env needs the "
                 "train_gpt.py of that run")
         values[name] = value
@@ -512,16 +520,41 @@ def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
     path = environ.get("CONFIG")
     if path:
         settings = {} if path == "none" else read_config_file(path)
-    return {**settings, **environ}
+    return lay_over(settings, environ)
 
 
-# main calls it once, after Config.from_env, and logs the lines: answers = public_answers(environ)
-def public_answers(environ: Mapping[str, str]) -> list[str]:
+def lay_over(*layers: Mapping[str, str]) -> dict[str, str]:
+    """Variables, of which those in later layers count.
+
+    A setting that names something (a path, a choice, a list) counts as not given where its text is empty:
+    Compose and CI files hand on `RUNS_DIR=${RUNS_DIR:-}` that way.
+    """
+    names_something = {spec.name.upper() for spec in fields(Config) if isinstance(spec.default, str)}
+    values = {}
+    for layer in layers:
+        for name, text in layer.items():
+            if text or name not in names_something:
+                values[name] = text
+    return values
+
+
+def fits_setting(name: str, text: str) -> bool:
+    """Whether the setting of this name could have this value."""
+    (spec,) = (spec for spec in fields(Config) if spec.name.upper() == name)
+    try:
+        parse_value(name, text, spec)
+    except ConfigError:
+        return False
+    return True
+
+
+def public_answers(environ: Mapping[str, str], foreign_names: str = "") -> list[str]:
     """Lines for the log about variables of other scripts. ConfigError if one would train something else.
 
-    configs/public_names.json has the answers to the names of public scripts. Other names are refused if
-    they resemble a setting. A name of fewer than six letters may be anybody's: it gives a warning.
-    A script without that file looks for misspelt settings alone.
+    configs/public_names.json has the answers to the names of public scripts. Any other name that resembles a
+    setting, with a value that this setting could have, is taken for a misspelled setting and refused. If the
+    value does not fit, or the name has fewer than six letters, it may be anybody's: it gives a warning.
+    foreign_names: FOREIGN_NAMES, which the user says belong to other programs.
     """
     path = find_path("configs/public_names.json")
     public = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"names": [], "commands": {}}
@@ -545,10 +578,15 @@ def public_answers(environ: Mapping[str, str]) -> list[str]:
     lines = []
     refused = []
     for name, value in sorted(environ.items()):
+        if name in foreign_names.split(","):
+            continue
         row = rows.get(f"{name}={value}") or rows.get(name)
         near = "" if row or name in known else similar_setting(name)
+        if near and value and not fits_setting(near, value):
+            lines.append(f"warning: {name}={value}: not a setting, ignored; did you mean {near}?")
+            continue
         if near:
-            row = {"answer": f"no setting; did you mean {near}?", "harmless": ""}
+            row = {"answer": f"not a setting; did you mean {near}?", "harmless": ""}
         if not row:
             continue
         line = f"{name}={value}: {row['answer']}"
@@ -561,7 +599,8 @@ def public_answers(environ: Mapping[str, str]) -> list[str]:
         else:
             refused.append(line)
     if refused:
-        raise ConfigError(" | ".join(refused))
+        raise ConfigError(f"{' | '.join(refused)} | unset a name that belongs to another program, or list it "
+                          "in FOREIGN_NAMES, as FOREIGN_NAMES=NAME,NAME")
     return lines
 
 
@@ -2187,6 +2226,10 @@ NVIDIA_DRIVER = "/dev/nvidiactl"  # exists on Linux while the driver is loaded
 PEER_TIMEOUT_SECONDS = 900  # that a rank waits for another one before it ends
 CHECKPOINT = "checkpoint.pt"
 ARTIFACT = "model.bin"
+# Whoever sends one of these wants the process to end: a user, a lost terminal, torchrun, or a scheduler that
+# warns before its time limit (Slurm's --signal=USR1@120, submitit's USR2, a limit of CPU seconds).
+ENDING_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+ONE_REQUEST_SECONDS = 2.0  # in which several signals are one request to end
 
 
 def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
@@ -2250,14 +2293,34 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
 
 
 def print_line(line: str, stream: Any = None) -> None:
-    """Print a line, to the console if no stream is given; never raise: a closed one must not end the run."""
-    # RuntimeError: a signal arrived while another line was being printed.
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        print(line, file=stream, flush=True)
+    """Print a line, to the console if no stream is given; never raise: a closed one must not end the run.
+
+    Characters that the stream cannot encode are printed as backslash escapes.
+    """
+    stream = stream or sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    # RuntimeError: a signal arrived while another line was being printed. AttributeError: no console.
+    with contextlib.suppress(OSError, RuntimeError, ValueError, AttributeError):
+        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def follow_no_link(path: str, flags: int) -> int:
+    """An opener for `open`: OSError if the file is a link. A run directory may come from somebody else."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # Windows has no such flag
+
+
+def to_disk(descriptor: int) -> None:
+    """Wait until the disk has a file or folder, so that a crash of the machine cannot take it back."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and user-space file systems do not offer it. A full disk, though, may show only here.
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace the file at `path` in one moment, or leave it as it was.
+    """Replace the file at `path` in one moment, or leave it as it was, even if the machine crashes.
 
     Raises ConfigError if it cannot be written.
     """
@@ -2265,13 +2328,23 @@ def write_whole(path: Path, data: bytes) -> None:
     try:
         # Somebody may have removed the run directory: weights are not lost with it.
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # of a run that was killed; a link goes, not what it leads to
+        with open(temporary, "xb", opener=follow_no_link) as file:
             file.write(data)
+            file.flush()
+            to_disk(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise ConfigError(f"{path} cannot be written ({error}); make room or set another RUNS_DIR") from error
+    # The new name, too. Windows cannot open a folder; there, and where it fails, the file itself is safe.
+    with contextlib.suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 @dataclass
@@ -2284,6 +2357,7 @@ class Run:
     phase_name: str = "setup"
     training: bool = False  # while it is true, a signal asks for a checkpoint first
     stop_signal: int = 0  # the signal that asked
+    asked_at: float = 0.0  # when it came, in seconds of time.perf_counter
 
     def path(self, name: str) -> Path:
         """The path of a file in the run directory."""
@@ -2306,7 +2380,10 @@ class Run:
     def append(self, name: str, line: str) -> None:
         """Append a line to a file of the run, if it has files; never raise: a lost line must not end it."""
         if self.directory is not None:
-            with contextlib.suppress(OSError), open(self.path(name), "a", encoding="utf-8") as file:
+            with (
+                contextlib.suppress(OSError),
+                open(self.path(name), "a", encoding="utf-8", opener=follow_no_link) as file,
+            ):
                 print_line(line, file)
 
     @contextlib.contextmanager
@@ -2323,14 +2400,24 @@ class Run:
         self.log(f"phase:{name} {seconds:.2f}s")
 
     def on_signal(self, number: int, _frame: Any = None) -> None:
-        """The first signal in training asks for a checkpoint; any other signal ends the process."""
+        """The first signal in training asks for a checkpoint; any other signal ends the process.
+
+        What comes within seconds of the first is the same request: a terminal or Slurm signals every process
+        of a job, and torchrun then passes on what it got itself. The system repeats SIGXCPU every second.
+        """
+        is_repeated = number == getattr(signal, "SIGXCPU", None)
+        is_repeated |= time.perf_counter() - self.asked_at < ONE_REQUEST_SECONDS
+        if self.stop_signal and is_repeated:
+            return
         if not self.training or self.stop_signal:
             print_line(f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}; "
                        f"{self.ways_on()}", sys.stderr)
             os._exit(128 + number)
         self.stop_signal = number  # `train` sees it, saves, and ends
+        self.asked_at = time.perf_counter()
         print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
-                   "checkpoint if no rank is gone; a second signal ends at once", sys.stderr)
+                   f"checkpoint if no rank is gone; a second signal, {ONE_REQUEST_SECONDS:g}s later or more, "
+                   "ends at once", sys.stderr)
 
     def ways_on(self) -> str:
         """How to continue after the run has ended early: only files that exist are named."""
@@ -2533,6 +2620,7 @@ class StepTimer:
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
 SHARD_HEADER_BYTES = 1024
+LLAMA3_MAGIC = 20240801  # of llm.c's shards for that tokenizer
 LOADER_TIMEOUT_SECONDS = 60.0  # without data before the loader gives up
 
 
@@ -2575,19 +2663,59 @@ def open_shards(pattern: str) -> list[Shard]:
     for number, name in enumerate(sorted(glob.glob(pattern))):
         path = Path(name)
         if "[0-9]*" in pattern and not name.endswith(f"_{number:06}.bin"):
-            raise DataError(f"{path}: expected number {number:06}; fetch what is missing")
-        header = np.fromfile(path, "<i4", 3).tolist()
-        # The size shows a download that broke off.
-        tokens, odd_byte = divmod(path.stat().st_size - SHARD_HEADER_BYTES, 2)
-        expected = [SHARD_MAGIC, SHARD_VERSION, tokens]
-        if header != expected or odd_byte or tokens < 1:
-            raise DataError(f"{path}: magic, version and tokens are {header}, expected {expected} for a "
-                            "file of this size; fetch it again")
+            raise DataError(f"{path}: expected number {number:06} here; {numbering_advice(path, number)}")
+        tokens = (path.stat().st_size - SHARD_HEADER_BYTES) // 2
+        fault = shard_fault(path)
+        if fault:
+            raise DataError(f"{path}: {fault}")
         shards.append(Shard(path, tokens))
     if not shards:
-        raise DataError(f"{pattern}: no token shard; set DATA_PATH to a folder of them, fetch shards "
+        others = sorted(path.name for path in Path(pattern).parent.glob("*.bin"))
+        found = f" among {', '.join(others[:3])}{' …' if len(others) > 3 else ''}" if others else ""
+        raise DataError(f"{pattern}: no token shard{found}; set DATA_PATH to a folder of them, fetch shards "
                         "with data/fineweb.py, or try `make demo`")
     return shards
+
+
+def numbering_advice(path: Path, number: int) -> str:
+    """What to do about a shard whose name is not the one that follows."""
+    digits = re.sub(r".*_|\.bin$", "", path.name)
+    if len(digits) != 6:
+        return f"it has {len(digits)} digits where shards have six: rename them to fineweb_*_%06d.bin"
+    if number == 0:
+        return "fetch it if it is missing, or rename shards that somebody numbered from another start"
+    return "fetch what is missing"
+
+
+def shard_fault(path: Path) -> str:
+    """What is wrong with the header or the size of a shard, and what to do; empty if it is sound."""
+    size_bytes = path.stat().st_size
+    ids_bytes = size_bytes - SHARD_HEADER_BYTES
+    header = np.fromfile(path, "<i4", 3)
+    magic, version, tokens = header.tolist() if len(header) == 3 else (0, 0, 0)
+    if [magic, version] == [SHARD_MAGIC, SHARD_VERSION]:
+        if tokens < 1:
+            return f"its header says {tokens} tokens; export it again"
+        if ids_bytes == 2 * tokens:
+            return ""
+        if ids_bytes == 4 * tokens:
+            return ("uint32 ids, of 4 bytes a token; expected uint16: convert them, if the vocabulary has at "
+                    "most 65,536 pieces")  # fmt: skip
+        return (f"{size_bytes} bytes, expected {SHARD_HEADER_BYTES + 2 * tokens} for the {tokens} tokens of "
+                "its header; fetch it again")  # fmt: skip
+    if magic == LLAMA3_MAGIC:
+        return ("a shard of llm.c for Llama 3, with 32-bit ids; expected uint16 ids of at most 65,536 "
+                "pieces: make shards from the text with data/export.py")  # fmt: skip
+    if magic == SHARD_MAGIC:
+        return f"version {version} of the format; expected {SHARD_VERSION}: export it again"
+    if header.byteswap()[:1].tolist() == [SHARD_MAGIC]:
+        return "big-endian numbers; expected little-endian ones: export it again"
+    with open(path, "rb") as file:
+        first = file.read(24)
+    if first.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS, not the shard itself; run `git lfs pull` where it came from"
+    return (f"begins with {first[:12]!r}, expected the header of a shard, magic {SHARD_MAGIC}; fetch it "
+            "again, or, if it holds ids without a header, write one (data/README.md, Formats)")  # fmt: skip
 
 
 def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
@@ -2595,15 +2723,53 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
 
     Raises DataError if the file has changed since it was opened, or an id is not below `vocab_size`.
     """
-    # Somebody may have replaced or cut the file since the run began.
-    if open_shards(glob.escape(str(shard.path))) != [shard]:
-        raise DataError(f"{shard.path}: no longer has the {shard.tokens} tokens that it had; fetch it again")
+    # Somebody may have removed, replaced or cut the file since the run began.
+    if not shard.path.exists():
+        raise DataError(f"{shard.path}: it was there when the run began, and is gone; put it back")
+    fault = shard_fault(shard.path)
+    if fault:
+        raise DataError(f"{shard.path}: {fault}")
+    if shard.path.stat().st_size != SHARD_HEADER_BYTES + 2 * shard.tokens:
+        raise DataError(f"{shard.path}: no longer has the {shard.tokens} tokens that it had; put back the "
+                        "shard that the run began with")  # fmt: skip
     ids = np.fromfile(shard.path, "<u2", offset=SHARD_HEADER_BYTES)
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
                         f"expected below VOCAB_SIZE={vocab_size}; name its tokenizer")
     return ids
+
+
+class Manifest(NamedTuple):
+    """What `manifest.json` beside the shards says of them; the tools of data/ write one, others need not."""
+
+    files: dict[str, int]  # tokens of each file
+    tokenizer_sha256: str
+    audited_bytes: int | None  # of all validation text, counted where the text itself was at hand
+    fused: dict[int, tuple[int, int]]  # the pair of ids that an id of data/fuse.py stands for
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder of shards; an empty one if it has none. DataError if it is damaged."""
+    path = folder / "manifest.json"
+    if not path.exists():
+        return Manifest({}, "", None, {})
+    try:
+        found = json.loads(path.read_bytes())
+        files = {name: int(entry["tokens"]) for name, entry in found.get("files", {}).items()}
+        # A byte sidecar counts the original text; without one, the export has decoded all of it.
+        audit = found.get("splits", {}).get("val", {}).get("audit", {})
+        audited = audit.get("sidecar_bytes", audit.get("decoded_bytes"))
+        fused = {}
+        for one_id, (first, second) in found.get("fused", {}).items():
+            fused[int(one_id)] = (int(first), int(second))
+        if not all(0 <= number < 1 << 16 for one_id, pair in fused.items() for number in (one_id, *pair)):
+            raise ValueError("fused: expected ids below 65,536")
+        sha256 = str(found.get("tokenizer", {}).get("sha256", ""))
+        return Manifest(files, sha256, None if audited is None else int(audited), fused)
+    except Exception as error:  # whatever the bytes are
+        raise DataError(f"{path}: not the manifest of a dataset ({type(error).__name__}: {error}); fetch or "
+                        "export the data again") from error
 
 
 def permutation(config: TrainingSettings, count: int, *key: int) -> Array:
@@ -2785,7 +2951,7 @@ class Loader:
         return ids, marks
 
     def next_batch(self) -> Batch:
-        """The next micro-batch. DataError has the place in the stream and the original traceback."""
+        """The next micro-batch. DataError has the place in the stream and what happened there."""
         asked = time.perf_counter()
         ids, host_starts, sequence_hash, copy = self._next_staged()
         self.wait_ms += 1e3 * (time.perf_counter() - asked)
@@ -2821,10 +2987,12 @@ class Loader:
         except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
             # The shard that holds the batch's last sequence is the one it was read from last.
             last = self._position(self.index) + self.micro_sequences - 1
+            # What a user can fix is said in a sentence; anything else needs to be found in the code.
+            reason = f"{error}" if isinstance(error, DataError) else f"{error!r}\n{traceback.format_exc()}"
             raise DataError(
                 f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position {last} of the "
-                f"stream, {next(shard_visits(self.config, self.shards, last)).shard.path}: {error!r}\n"
-                f"{traceback.format_exc()}") from error
+                f"stream, {next(shard_visits(self.config, self.shards, last)).shard.path}: {reason}"
+            ) from error
 
     def close(self) -> None:
         """Let the threads end after the item under way; at any time, any number of times."""
@@ -2846,7 +3014,7 @@ class Score(NamedTuple):
     bits_per_byte: float
     scored_tokens: int
     bytes: int
-    learned_tokens: int = 0  # those scored while the score went on learning from the text
+    learned_tokens: int = 0  # targets of the chunks or documents that something was learned from
 
 
 class Validation(NamedTuple):
@@ -2855,6 +3023,8 @@ class Validation(NamedTuple):
     tokens: Array  # uint16
     bytes_total: int  # of all its targets
     mark: str  # ends every result's line: " comparable:0" where VAL_TOKENS_LIMIT left targets out
+    official: str = ""  # of which OFFICIAL_VALIDATION these are the tokens; empty: of none
+    audited_bytes: int | None = None  # of all validation text, by its manifest
 
 
 class Ledger:
@@ -2924,11 +3094,18 @@ def load_tokenizer(config: Config) -> Any:
     if pieces.vocab_size() != config.vocab_size:
         raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
                         f"{config.vocab_size}; set both as manifest.json says")
+    if pieces.bos_id() != BOS_ID:
+        raise DataError(f"TOKENIZER_PATH={path}: BOS is its id {pieces.bos_id()}, expected {BOS_ID}; train "
+                        "it with pad, bos, eos, unk = 0, 1, 2, 3")  # fmt: skip
     return pieces
 
 
 def piece_bytes(pieces: Any, size: int) -> tuple[Array, Array, Array]:
-    """For each of `size` ids: bytes of its piece, whether a space comes before them, whether it is text."""
+    """For each of `size` ids: bytes of its piece, whether a space comes before them, whether it is text.
+
+    "▁" stands for a space wherever it is: "▁the" has three bytes and a space before them, "▁▁▁" two and
+    one before them, "for▁" four.
+    """
     lengths = np.zeros(size, np.int64)
     spaced = np.zeros(size, bool)
     is_text = np.zeros(size, bool)
@@ -2941,23 +3118,29 @@ def piece_bytes(pieces: Any, size: int) -> tuple[Array, Array, Array]:
         if pieces.is_byte(i):
             lengths[i] = 1
         else:
-            lengths[i] = len(piece.removeprefix("▁").encode())
+            lengths[i] = len(piece.removeprefix("▁").replace("▁", " ").encode())
     return lengths, spaced, is_text
 
 
 CASE_MARK = "\ue001"  # a piece of every CaseOps tokenizer: it capitalises the next word, and is no text
 
 
+def has_byte_sidecar(config: Config) -> bool:
+    """Whether the shards have files with the bytes of each validation token."""
+    folder = glob.escape(str(find_path(config.data_path)))
+    return bool(glob.glob(f"{folder}/fineweb_val_bytes_[0-9]*.bin"))
+
+
 def token_bytes(tokens: Array, config: Config) -> Array:
     """Bytes of text of each target: from the byte sidecar of the shards, else from the pieces.
 
-    CaseOps data (PR #1729) need a sidecar; data/fineweb.py --verify checks its counts. DataError if the
-    sidecar has not one count for each token, and for a tokenizer without a lone space (it over-counts, issue
-    #897).
+    A sidecar counts the original text, and CaseOps data (PR #1729) need one. Without it the text is what
+    SentencePiece decodes. DataError if the sidecar has not one count for each token, for a tokenizer without
+    a lone space (it over-counts, issue #897), and for an unknown character, whose bytes are lost.
     """
     pieces = load_tokenizer(config)
     folder = glob.escape(str(find_path(config.data_path)))
-    if glob.glob(f"{folder}/fineweb_val_bytes_[0-9]*.bin"):
+    if has_byte_sidecar(config):
         sidecars = open_shards(f"{folder}/fineweb_val_bytes_[0-9]*.bin")
         found = [sidecar.tokens for sidecar in sidecars]
         expected = [shard.tokens for shard in open_shards(f"{folder}/fineweb_val_[0-9]*.bin")]
@@ -2972,10 +3155,194 @@ def token_bytes(tokens: Array, config: Config) -> Array:
                         f"DATA_PATH={folder} no fineweb_val_bytes_*.bin; get the data again, see data/")
     if pieces.piece_to_id("▁") == pieces.unk_id():
         raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: expected a lone space among its pieces")
-    lengths, spaced, is_text = piece_bytes(pieces, config.vocab_size)
     targets = tokens[1:]
-    # A leading space is a byte. Decoding drops it after an id that is no text.
-    return lengths[targets] + (spaced[targets] & is_text[tokens[:-1]])
+    unknown = np.flatnonzero(targets == pieces.unk_id())
+    if len(unknown):
+        raise DataError(f"DATA_PATH={folder}: validation token {unknown[0] + 1} is a character that "
+                        f"TOKENIZER_PATH={config.tokenizer_path} has no piece for, so its bytes are unknown; "
+                        "use a tokenizer with byte fallback")
+    lengths, spaced, is_text = piece_bytes(pieces, config.vocab_size)
+    # A leading space is a byte. At the beginning of a document, after an id that is not text, most tokenizers
+    # drop it when they decode; one that changes no white space keeps it.
+    keeps_first = pieces.decode([pieces.piece_to_id("▁")]) == " "
+    return lengths[targets] + (spaced[targets] & (is_text[tokens[:-1]] | keeps_first))
+
+
+# --- whether tokens, tokenizer and bytes belong together ---
+
+# Of so many documents, in at most so many tokens, the text is decoded before a run: a second of work.
+CHECKED_DOCUMENTS = 1000
+CHECKED_TOKENS = 2_000_000
+CUT_TOKENS = 4  # at either end of a document: if it was cut there, they need not come back
+NEIGHBORS = 4  # on each side: with a foreign tokenizer many single ids come back, but hardly any in a row
+LEAST_SHARE = 0.95  # of the ids that come back; with the tokenizer that made them nearly all do
+
+
+class OfficialText(NamedTuple):
+    """The challenge's validation text in one tokenizer, by what is known of it; None: that is not known."""
+
+    pieces: int  # of the tokenizer
+    documents: int
+    bytes: int
+    targets: int | None
+    sha256: str | None  # of the first FINGERPRINT_TOKENS ids, as little-endian uint16
+
+
+FINGERPRINT_TOKENS = 500_000
+# Counted from the challenge's public logs and shards. The bytes are those of the text as its tokenizers
+# normalize it; CaseOps has a sidecar, which counts the text itself.
+OFFICIAL_VALIDATION = {
+    "sp1024": OfficialText(1024, 50_000, 151_080_891, 62_021_845,
+                           "0f81cdf702a26f57c8013c8c8e469c2c01c5a42911cf44cbe791fef323e41bc5"),
+    "sp4096": OfficialText(4096, 50_000, 151_080_891, None, None),
+    "sp8192": OfficialText(8192, 50_000, 151_080_891, 40_540_802,
+                           "6a6475e0ebfad1992f502a1034ad0041baeb68c8c03e593831c014f4a3dd63d2"),
+    "caseops": OfficialText(8192, 50_000, 151_080_645, 47_853_343, None),
+}  # fmt: skip
+
+
+def official_name(tokens: Array, bytes_total: int, vocab_size: int) -> str:
+    """Which of OFFICIAL_VALIDATION these tokens are, all of them and with as many bytes; empty: none."""
+    found = OfficialText(
+        pieces=vocab_size,
+        documents=int(np.count_nonzero(tokens == BOS_ID)),
+        bytes=bytes_total,
+        targets=len(tokens) - 1,
+        sha256=hashlib.sha256(tokens[:FINGERPRINT_TOKENS].astype("<u2").tobytes()).hexdigest(),
+    )
+    for name, text in OFFICIAL_VALIDATION.items():
+        known = [(mine, theirs) for mine, theirs in zip(found, text, strict=True) if theirs is not None]
+        if all(mine == theirs for mine, theirs in known):
+            return name
+    return ""
+
+
+def check_text(tokens: Array, config: Config, manifest: Manifest) -> None:
+    """Hold validation against its tokenizer: the first documents, 1,000 or all. DataError.
+
+    With another tokenizer of the same size, or bytes that are not those of the text, scores mean nothing, and
+    nothing else would show it. tokens: 1-D ids, BOS before each document.
+    """
+    pieces = load_tokenizer(config)
+    tokens = tokens[: CHECKED_TOKENS + 1]
+    counts = token_bytes(tokens, config)
+    has_sidecar = has_byte_sidecar(config)
+    if has_sidecar:
+        check_sidecar(tokens, counts, pieces, config)
+    documents = first_documents(separate_pairs(tokens, manifest.fused), pieces)
+    texts = pieces.decode([ids.tolist() for ids in documents])
+    if not has_sidecar:
+        begins = np.flatnonzero(tokens == BOS_ID)
+        for number, (ids, text) in enumerate(zip(documents, texts, strict=True)):
+            counted = counts[begins[number] : begins[number] + len(ids)]
+            # Where a character was cut, the decoder puts a mark. Of such a beginning nothing follows.
+            begins_inside = text.startswith("\ufffd") and pieces.is_byte(int(ids[0]))
+            if counted.sum() != len(text.encode()) and not begins_inside:
+                at = first_miscounted(ids.tolist(), counted, pieces)
+                raise DataError(
+                    f"TOKENIZER_PATH={config.tokenizer_path}: the decoded text of validation document "
+                    f"{number} has {len(text.encode())} bytes, {counted.sum()} are counted; they part at "
+                    f"token {at}, piece {pieces.id_to_piece(int(ids[at]))!r}, counted as {counted[at]}. Bits "
+                    "per byte would be wrong: use another tokenizer, or give the data a byte sidecar "
+                    "(data/README.md)")
+    share = share_that_comes_back(documents, pieces.encode(texts), pieces)
+    if share < LEAST_SHARE:
+        raise DataError(
+            f"TOKENIZER_PATH={config.tokenizer_path}: only {share:.1%} of the ids of {len(documents)} "
+            f"validation documents come back when they are decoded and encoded again, expected "
+            f"{LEAST_SHARE:.0%}; name the tokenizer that made the shards of DATA_PATH={config.data_path}. If "
+            "their ids were rewritten afterwards, as data/fuse.py does, keep the manifest.json that says how")
+
+
+def first_documents(tokens: Array, pieces: Any) -> list[Array]:
+    """The ids of the first documents, 1,000 or all, without BOS, and without pieces of bytes at their end.
+
+    Whoever cuts documents to a length cuts some inside a character, and nothing is left to decode there.
+    """
+    begins = np.flatnonzero(tokens == BOS_ID)[: CHECKED_DOCUMENTS + 1]
+    end = begins[-1] if len(begins) > CHECKED_DOCUMENTS else len(tokens)
+    documents = []
+    for ids in np.split(tokens[:end], begins[:CHECKED_DOCUMENTS])[1:]:
+        stop = len(ids)
+        while stop > 1 and pieces.is_byte(int(ids[stop - 1])):
+            stop -= 1
+        documents.append(ids[1:stop])
+    return documents
+
+
+def first_miscounted(ids: list[int], counts: Array, pieces: Any) -> int:
+    """The place in a document from which on its decoded beginning has other bytes than are counted."""
+    # A beginning must not end within a character, for which the decoder would put a mark of three bytes: what
+    # follows must not be one of the bytes <0x80> to <0xBF>, with which no character begins.
+    inside = {token for token in ids if pieces.is_byte(token) and pieces.id_to_piece(token)[3] in "89AB"}
+    ends = [i for i in range(len(ids)) if i + 1 == len(ids) or ids[i + 1] not in inside]
+    totals = np.cumsum(counts)
+    number = bisect.bisect_left(
+        ends, True, key=lambda i: len(pieces.decode(ids[: i + 1]).encode()) != totals[i])
+    return ends[min(number, len(ends) - 1)]
+
+
+def share_that_comes_back(documents: list[Array], again: list[list[int]], pieces: Any) -> float:
+    """Share of the ids of some documents that are the same once they are decoded and encoded again.
+
+    An id comes back if it and its neighbors are at the same byte of their document, counted from the
+    beginning or from the end: one odd place does not make a whole text differ. The ends of documents, which
+    may be cut, do not count.
+    """
+    lengths, spaced, is_text = piece_bytes(pieces, pieces.vocab_size())
+    lengths += spaced
+
+    def places(ids: Array) -> tuple[Array, Array]:
+        """Each id with the byte at which it begins, as one number; counted from either end."""
+        ids = ids[is_text[ids]].astype(np.int64)
+        begins = np.cumsum(lengths[ids]) - lengths[ids]
+        return begins << 16 | ids, begins - lengths[ids].sum() << 16 | ids
+
+    same = 0
+    asked = 0
+    for ids, back in zip(documents, again, strict=True):
+        from_start, from_end = places(ids)
+        start_again, end_again = places(np.array(back, np.int64))
+        comes_back = np.isin(from_start, start_again) | np.isin(from_end, end_again)
+        inner = comes_back[CUT_TOKENS:-CUT_TOKENS]
+        if len(inner) > 2 * NEIGHBORS:
+            in_a_row: Array = sliding_window_view(inner, 2 * NEIGHBORS + 1).min(1)
+            same += int(in_a_row.sum())
+            asked += len(in_a_row)
+    return same / asked if asked else 1.0
+
+
+def separate_pairs(tokens: Array, pairs: Mapping[int, tuple[int, int]]) -> Array:
+    """The tokens before `data/fuse.py` made one id of each pair: what the tokenizer wrote."""
+    if not pairs:
+        return tokens
+    first = np.arange(1 << 16, dtype=tokens.dtype)
+    second = first.copy()
+    for fused, (one, other) in pairs.items():
+        first[fused] = one
+        second[fused] = other
+    at = np.flatnonzero(np.isin(tokens, list(pairs)))
+    return np.insert(first[tokens], at + 1, second[tokens[at]])
+
+
+def check_sidecar(tokens: Array, counts: Array, pieces: Any, config: Config) -> None:
+    """DataError if a byte sidecar cannot be that of these tokens. counts: of the targets.
+
+    Normalizing changes some characters; most pieces of several bytes stand for as many as they spell.
+    """
+    targets = tokens[1:]
+    here = f"DATA_PATH={config.data_path}: by fineweb_val_bytes_*.bin"
+    odd = np.flatnonzero((targets == BOS_ID) & (counts > 0))
+    if len(odd):
+        raise DataError(f"{here} validation token {odd[0] + 1} stands for {counts[odd[0]]} bytes, expected 0 "
+                        "for BOS; get the data again, see data/README.md")  # fmt: skip
+    lengths, spaced, _ = piece_bytes(pieces, config.vocab_size)
+    spelled = (lengths + spaced)[targets]
+    has_several = spelled > 1
+    share = float(np.mean((counts == spelled)[has_several])) if has_several.any() else 1.0
+    if share < 0.5:
+        raise DataError(f"{here} only {share:.0%} of validation tokens stand for as many bytes as their "
+                        "pieces spell, so it belongs to other tokens; get the data again, see data/README.md")
 
 
 # --- windows ---
@@ -3026,6 +3393,8 @@ class ScoreClock:
     followed: dict[str, int] = field(default_factory=dict)  # the modes of an earlier score, to be repeated
     # By the first document or target of a part of the text: its targets if the score learned there, else 0.
     modes: dict[str, int] = field(default_factory=dict)
+    # By the same: targets that there were steps on. A document of one chunk has none, whatever the mode.
+    learned: dict[str, int] = field(default_factory=dict)
     start: float = field(default_factory=lambda: time.perf_counter())
     printed_at: float = 0.0
 
@@ -3183,6 +3552,8 @@ def score_ttt(model: GPT, tokens: Any, config: Config, clock: ScoreClock | None 
             falling = 0.5 + 0.5 * math.cos(math.pi * number / last)
             sgd.param_groups[0]["lr"] = config.ttt_lr * falling
             learn(learner, sgd, ledger.scored_tokens(begin, end + 1), config)
+            has_steps = end - begin >= config.eval_length and config.ttt_epochs > 0 and config.ttt_lr > 0
+            clock.learned[str(begin)] = end - begin if has_steps else 0
             machine.wait()
             learn_seconds = clock.seconds() - scored
         clock.tell(ledger)
@@ -3504,6 +3875,9 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
         scorer.score(batch, learning)
         if learning:
             step_seconds = (clock.seconds() - started) / steps
+            lengths = scorer.lengths[batch]
+            with_steps = lengths[lengths > config.ttt_chunk_size] if config.ttt_lora_lr > 0 else lengths[:0]
+            clock.learned[str(batch[0])] = int(with_steps.sum())
         clock.tell(ledger, own_targets)
     # Until now each rank has the scores of its own documents only. The ledger refuses a second score.
     machine = model.machine
@@ -3555,6 +3929,27 @@ def rehearse_evaluation(model: GPT, config: Config, run: Run) -> None:
         score_ttt(model, text, replace(config, ttt_epochs=1, ttt_chunk_tokens=chunk))
 
 
+def read_modes(config: Config) -> dict[str, int]:
+    """Where the score of the run that made EVAL_ONLY's artifact learned: `ScoreClock.modes`, to be followed.
+
+    Empty where no file beside the artifact says so, and without a limit: then all is learned from.
+    ConfigError for a file that no run wrote.
+    """
+    path = find_path(config.eval_only).parent / EVAL_MODES
+    if not config.eval_only or not config.max_eval_seconds or not path.exists():
+        return {}
+    try:
+        with open(path, "rb") as file:
+            modes = json.loads(file.read(1 << 24))
+        for part, targets in modes.items():
+            if int(part) < 0 or type(targets) is not int or targets < 0:
+                raise ValueError(f"part {part}: {targets}, expected a number of targets")
+        return dict(modes)
+    except Exception as error:  # whatever the bytes are
+        raise ConfigError(f"{path}: not the modes of a run ({type(error).__name__}: {error}); copy it again, "
+                          "or remove it, and the clock decides anew") from error  # fmt: skip
+
+
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
     """Scores of reloaded weights, each with its final line: the one that ranks, then diagnostics.
 
@@ -3569,12 +3964,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
     if not config.eval_stride:
         del scorers["sliding_window"]
 
-    # The modes beside EVAL_ONLY's artifact. Without a limit all is learned from.
-    followed: dict[str, int] = {}
-    path = find_path(config.eval_only).parent / EVAL_MODES
-    if config.eval_only and config.max_eval_seconds and path.is_file():
-        followed = json.loads(path.read_bytes())
-
+    followed = read_modes(config)
     left_seconds = config.max_eval_seconds or math.inf
     scores: dict[str, Score] = {}
     for name, scorer in scorers.items():
@@ -3589,9 +3979,11 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
         if scores and ledger.scored < len(ledger.nats):
             run.log(f"{label} is left out: it would end after MAX_EVAL_SECONDS={config.max_eval_seconds:g}")
             continue
-        for modes in machine.gather(clock.modes):  # of documents each rank knows its own
+        # Of documents each rank knows its own.
+        for modes, learned in machine.gather((clock.modes, clock.learned)):
             clock.modes = modes | clock.modes
-        score = ledger.score(validation.bytes_total)._replace(learned_tokens=sum(clock.modes.values()))
+            clock.learned = learned | clock.learned
+        score = ledger.score(validation.bytes_total)._replace(learned_tokens=sum(clock.learned.values()))
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}\n"
                 f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
@@ -4104,6 +4496,11 @@ def expected_bytes(config: Config, multiplier: Any) -> Any:
     return total
 
 
+# A quarter of a bit each. Whatever its header says, a file gets no more memory than so many weights need. The
+# default's has 2.3.
+MOST_WEIGHTS_PER_BYTE = 32
+
+
 def check_size(size_bytes: int, budget: int) -> None:
     """ArtifactError where a file does not fit into `budget` bytes, which the code leaves for it."""
     if size_bytes > budget:
@@ -4117,6 +4514,7 @@ def check_budget(config: Config, budget: int) -> None:
     coarsest = MULTIPLIERS[-1] if config.rate_control else 1.0
     # Trained weights are no perfect Gaussians: a file that is expected to be 5 % too large may still fit.
     check_size(round(expected_bytes(config, coarsest) / 1.05), budget)
+    check_size(count_parameters(config) // MOST_WEIGHTS_PER_BYTE, budget)
 
 
 def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]) -> tuple[bytes, str]:
@@ -4216,7 +4614,8 @@ def load_artifact(path: Path, data: bytes | None = None) -> tuple[GPT, About]:
     """The model of an artifact, on the CPU. Nothing in the file is executed.
 
     data: the bytes of the file, for a process that does not see it; None: they are read. Memory stays in
-    proportion to their number. Raises ArtifactError, and nothing else, whatever the bytes are.
+    proportion to their number, by MOST_WEIGHTS_PER_BYTE. Raises ArtifactError, and nothing else, whatever the
+    bytes are.
     """
     try:
         if data is None:
@@ -4243,15 +4642,17 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
     coded = data[HEAD.size + header_bytes :]
     if checksums != [zlib.crc32(packed_header), zlib.crc32(coded)]:
         raise ValueError("truncated or damaged; copy the file again")
-    header = json.loads(zlib.decompressobj().decompress(packed_header, 1 << 16))
+    unpacker = zlib.decompressobj()
+    header = json.loads(unpacker.decompress(packed_header, 1 << 16))
+    if not unpacker.eof or unpacker.unused_data:
+        raise ValueError("its header does not end where it should")
     settings = ModelSettings.from_values(header["config"])
     if settings.as_env() != header["config"]:
         raise ValueError("this script has other settings than the file; use the train_gpt.py of its run")
-    # A few bytes in a broken file could request any amount of memory. No trained file comes near 1,024
-    # weights a byte.
+    # A few bytes in a broken file could ask for any amount of memory.
     weights = count_parameters(settings)
-    if weights > 1024 * len(data):
-        raise ValueError(f"{weights} weights are more than {len(data)} bytes can hold")
+    if weights > MOST_WEIGHTS_PER_BYTE * len(coded):
+        raise ValueError(f"{weights} weights are more than {len(coded)} bytes can hold")
     table = parameter_table(settings)
     shapes = []
     of_columns = {}  # shapes of the exponents of columns, by parameter
@@ -4268,6 +4669,7 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
 
 
 SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
+WHERE_A_RUN_WRITES = (*SETTINGS_OF_A_START, "RUNS_DIR")
 # A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
 WRAPPER = """# coding: latin-1
 SHIPPED_SETTINGS={}
@@ -4317,7 +4719,7 @@ def with_settings(shipped: bytes, config: Config) -> bytes:
     All seeds of a record ship one script: SEED, and what belongs to a single start, stay out.
     """
     settings = config.overrides()
-    for name in (*SETTINGS_OF_A_START, "SEED", "RUNS_DIR"):
+    for name in (*WHERE_A_RUN_WRITES, "SEED"):
         settings.pop(name, None)
     # A value may hold a backslash, which a replacement text would expand.
     return re.sub(rb"(?<=SHIPPED_SETTINGS=).*", lambda _: ascii(settings).encode(), shipped)
@@ -4438,11 +4840,18 @@ def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
         return {}
     path = find_path(config.resume) / CHECKPOINT
     try:
+        # torch reads past damage. A flipped bit in the weights would show in hundreds of steps, or never.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"damaged: {damaged} has another checksum than when it was written")
         state = torch.load(path, map_location="cpu", weights_only=True)
         then = {**state["config"], **state["hashes"]}
     except Exception as error:  # whatever the bytes are
-        raise ConfigError(f"RESUME: {path} cannot be read ({type(error).__name__}); a finished run has none, "
-                          "and those of 0.5.4 and older need that version") from error  # fmt: skip
+        reason = f"{error}" if isinstance(error, zipfile.BadZipFile) else type(error).__name__
+        raise ConfigError(
+            f"RESUME: {path} cannot be read ({reason}); copy it again if it came from elsewhere. A finished "
+            "run has none, and those of 0.5.4 and older need that version") from error
     now = {**config.as_env(TrainingSettings), **hashes}
     changed = [name for name in then | now if then.get(name) != now.get(name)]
     # A bug in a log line must not cost a paid training. But all records then name both scripts, and no script
@@ -4457,10 +4866,27 @@ def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
     return state
 
 
+def fail_together(machine: Machine, failure: DataError | None) -> None:
+    """Raise DataError on all ranks if one of them got no batch; all ranks call it together.
+
+    That is before gradients are exchanged, so the weights are still those of the step before.
+    """
+    anywhere = failure is not None
+    if machine.world_size > 1:
+        failures = torch.tensor([anywhere], dtype=torch.float64)
+        machine.add_up(failures)
+        anywhere = failures.item() > 0
+    if failure is not None:
+        raise failure
+    if anywhere:
+        raise DataError("another rank got no batch; it prints the reason")
+
+
 def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device.
 
-    progress: share of the run that is over.
+    progress: share of the run that is over. DataError on all ranks if one of them gets no batch: then no
+    weight has changed.
     """
     config = training.config
     loader = training.loader
@@ -4470,8 +4896,14 @@ def train_step(training: Training, progress: float) -> Tensor:
     total = torch.zeros((), device=training.run.machine.device)
     # Steps of the warm-up have no number, and are neither timed nor traced.
     timer.begin(training.step + 1 if training.run.training else 0)
+    hash_before = loader.stream_hash
+    failure = None
     for _ in range(loader.micro_steps):
-        batch = loader.next_batch()
+        try:
+            batch = loader.next_batch()
+        except DataError as error:
+            failure = error
+            break
         timer.lap("batch", batch.copy)
         loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
         # Gradients add up: each micro-batch gives its part of a mean.
@@ -4480,6 +4912,11 @@ def train_step(training: Training, progress: float) -> Tensor:
         loss.backward()
         timer.lap("backward")
         total += loss.detach()
+    try:
+        fail_together(training.run.machine, failure)
+    except DataError:
+        loader.stream_hash = hash_before  # of the steps that were taken
+        raise
     lr_scale = learning_rate_scale(progress, training.step, config)
     momentum = muon_momentum(progress, training.step, config)
     norm = training.optimizer.step(lr_scale, momentum, training.step, timer.lap)
@@ -4589,7 +5026,14 @@ def train(training: Training) -> None:
             break
 
         progress = run_progress(seconds, training.step, config)
-        values = train_step(training, progress).to("cpu", non_blocking=True)
+        try:
+            values = train_step(training, progress).to("cpu", non_blocking=True)
+        except DataError:
+            # A shard was cut or removed. What was trained until now is sound, and can go on once it is back.
+            read_results(training, leave=0)
+            training.save()
+            machine.gather(None)  # torchrun kills the others when a rank has left
+            raise
         copied = torch.cuda.current_stream().record_event() if machine.on_gpu else None
         training.step += 1
         # Taken now: when the result is read, later steps have waited as well.
@@ -4752,15 +5196,16 @@ def main() -> int:
                               "are variables of the environment: SEED=42 python train_gpt.py")  # fmt: skip
         environ = with_config_of_run(os.environ)
         config = Config.from_env(environ)
-        answers = public_answers(environ)
+        answers = public_answers(environ, config.foreign_names)
         run = Run(this_machine(config, environ))
-        signals = [signal.SIGTERM, signal.SIGINT]
-        # A lost terminal sends SIGHUP, and torchrun passes it on. Under nohup alone it stays ignored. Windows
-        # has none.
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signals.append(signal.SIGHUP)
-        for number in signals:
-            signal.signal(number, run.on_signal)
+        for name in ENDING_SIGNALS:
+            number: Any = getattr(signal, name, None)  # Windows has only the first two
+            # Whoever started us may ignore a signal for us, as nohup does with SIGHUP.
+            if number is None:
+                continue
+            if name in ("SIGTERM", "SIGINT") or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, run.on_signal)
+        end_with_launcher(os.environ)
         whole_run(config, run, answers)
         return 0
     except (ConfigError, DataError, ArtifactError, FloatingPointError, OSError) as error:
@@ -4794,16 +5239,35 @@ def print_help() -> None:
                    f"{' | '.join(spec.metadata['among'])}".rstrip())  # fmt: skip
 
 
+def end_with_launcher(environ: Mapping[str, str]) -> None:
+    """Under torchrun, get SIGTERM once it is gone, on Linux.
+
+    torchrun passes on the signals that it handles. Any other kills it, and the ranks would run on alone.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM))
+
+
 def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """`environ`; if it names no CONFIG, with that of the run which RESUME or EVAL_ONLY names."""
+    """`environ`; if it names no CONFIG, over that of the run which RESUME or EVAL_ONLY names.
+
+    Of an artifact's folder, which may come from anybody, what says where to write is left out.
+    """
     named = environ.get("RESUME") or environ.get("EVAL_ONLY")
-    if named and not environ.get("CONFIG"):
-        path = find_path(named)
-        settings = (path.parent if path.is_file() else path) / SETTINGS_FILE
-        # Beside an artifact that was copied there may be none. Then the defaults hold.
-        if settings.is_file():
-            return {**environ, "CONFIG": str(settings)}
-    return environ
+    if not named or environ.get("CONFIG"):
+        return environ
+    path = find_path(named)
+    settings = (path.parent if path.is_file() else path) / SETTINGS_FILE
+    # Beside an artifact that was copied there may be none. Then the defaults hold.
+    if not settings.is_file():
+        return environ
+    if environ.get("RESUME"):
+        return {**environ, "CONFIG": str(settings)}
+    values = read_config_file(str(settings))
+    for name in WHERE_A_RUN_WRITES:
+        values.pop(name, None)
+    return {**lay_over(values, environ), "CONFIG": "none"}
 
 
 def whole_run(config: Config, run: Run, answers: list[str]) -> None:
@@ -4813,6 +5277,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
     """
     machine = run.machine
     tokenizer_sha256 = ""
+    reading_began = time.perf_counter()
     if config.eval_only:
         # The artifact defines the model. Other settings in the environment are ignored with a warning.
         model, about = load_artifact(find_path(config.eval_only))
@@ -4826,7 +5291,10 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
     with run.phase("setup"):
         inputs = preflight(config, run, tokenizer_sha256)
         open_run(config, run, inputs, answers)
-    trained = Trained() if config.eval_only else train_and_ship(config, run, inputs)
+    trained = Trained()
+    if not config.eval_only:
+        trained = train_and_ship(config, run, inputs)
+        reading_began = time.perf_counter()
     with run.phase("reload"):
         if not config.eval_only:
             # Rank 0 wrote it on a disk that other nodes may not see. So it reads the file for all of them.
@@ -4834,10 +5302,12 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
             data = path.read_bytes() if machine.rank == 0 else b""
             model, about = load_artifact(path, machine.gather(data)[0])
         ready_model(model, machine, inputs.chosen.ops)
+    reloaded = time.perf_counter()
     if machine.compiled:
         rehearse_evaluation(model, config, run)
+    compile_seconds = time.perf_counter() - reloaded
     scores = evaluate(model, config, run, inputs.validation, f"int{config.matrix_bits}")
-    summarize(config, run, inputs, trained, about, scores)
+    summarize(config, run, inputs, trained, about, scores, reloaded - reading_began, compile_seconds)
     if machine.rank == 0:
         run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run is never resumed
 
@@ -4875,27 +5345,40 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             # A longer script leaves fewer bytes for weights.
             budget = config.artifact_bytes_max - len(inputs.shipped)
             data, line = write_artifact(training.model, config, hessians, inputs.hashes["tokenizer"], budget)
-            keep_artifact(run.path(ARTIFACT), data)
+            keep_artifact(run.path(ARTIFACT), data, config)
             run.log(line)
         run.machine.gather(None)
     return Trained(training.step, train_seconds, f"{stream_hash:016x}")
 
 
-def keep_artifact(path: Path, data: bytes) -> None:
-    """Write the artifact of a run; where its disk is full, to the temporary folder or the home.
+def settings_file(config: Config) -> bytes:
+    """A CONFIG that starts such a run again."""
+    settings = ""
+    for name, value in config.as_env().items():
+        comment = "# " if name in SETTINGS_OF_A_START else ""
+        settings += f"{comment}{name}={value}\n"
+    return settings.encode()
 
-    Raises ConfigError that names that place, since the run cannot go on.
+
+def keep_artifact(path: Path, data: bytes, config: Config) -> None:
+    """Write the artifact of a run; where its disk is full, with its settings, to a temporary folder or home.
+
+    Raises ConfigError with the command that scores it there, since the run cannot go on.
     """
     try:
         write_whole(path, data)
     except ConfigError as error:
         for folder in (tempfile.gettempdir(), os.path.expanduser("~")):
-            spare = Path(folder) / f"{path.parent.name}.{os.getpid()}.{path.name}"
             try:
-                write_whole(spare, data)
-            except ConfigError:
+                spare = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}.", dir=folder))
+                write_whole(spare / SETTINGS_FILE, settings_file(config))
+                write_whole(spare / path.name, data)
+            except (ConfigError, OSError):
                 continue
-            raise ConfigError(f"{error}. EVAL_ONLY={shlex.quote(str(spare))} scores the artifact") from error
+            kept = shlex.quote(str(spare))
+            command = f"RUNS_DIR={kept} EVAL_ONLY={kept}/{path.name} python {shlex.quote(sys.argv[0])}"
+            raise ConfigError(f"{error}. The artifact and its settings are kept in {kept}; this scores it: "
+                              f"{command}") from error  # fmt: skip
         raise
 
 
@@ -4911,27 +5394,30 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     train_shards = [] if config.eval_only else open_shards(f"{pattern}/fineweb_train_[0-9]*.bin")
     val_shards = open_shards(f"{pattern}/fineweb_val_[0-9]*.bin")
 
+    manifest = read_manifest(folder)
+
     # One tokenizer made the shards, the artifact and the bytes that are counted. It has VOCAB_SIZE pieces.
     load_tokenizer(config)
     source = Path(__file__).read_bytes()
-    manifest = folder / "manifest.json"
     # Names and sizes stand for gigabytes of shards, which take minutes to hash.
     listing = {shard.path.name: shard.tokens for shard in (*train_shards, *val_shards)}
+    manifest_file = folder / "manifest.json"
     read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
             "shards": json.dumps(listing).encode(),
-            "manifest": manifest.read_bytes() if manifest.is_file() else b"{}"}  # fmt: skip
+            "manifest": manifest_file.read_bytes() if manifest_file.is_file() else b"{}"}  # fmt: skip
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
-    made_by = check_manifest(manifest, read["manifest"], listing if train_shards else {})
-    for maker, expected in ((manifest, made_by), ("EVAL_ONLY's artifact", tokenizer_sha256)):
+    if train_shards:
+        check_manifest(manifest_file, manifest, listing)
+    made_by = manifest.tokenizer_sha256
+    for maker, expected in ((manifest_file, made_by), ("EVAL_ONLY's artifact", tokenizer_sha256)):
         if expected not in ("", hashes["tokenizer"]):
             raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: sha256 {hashes['tokenizer']}, expected "
                             f"{expected} by {maker}; name that tokenizer")  # fmt: skip
 
     for shard in (val_shards[0], *train_shards[:1]):
-        first = read_tokens(shard, config.vocab_size)[0]
-        if first != BOS_ID:
-            raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
+        check_first_token(shard, read_tokens(shard, config.vocab_size))
     validation = read_validation(val_shards, config)
+    check_text(validation.tokens, config, manifest)
 
     # The ranks do the same, a resumed run goes on with the same, and the batch and the model have room.
     mine = {**config.as_env(), **hashes, "torch": torch.__version__, "dtype": machine.dtype}
@@ -4940,6 +5426,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
             if theirs[name] != value:
                 raise ConfigError(f"{name} is {theirs[name]} on rank {rank}, {value} on rank {machine.rank}")
     checkpoint = read_checkpoint(config, hashes)
+    read_modes(config)
     shipped = with_settings(shipped_code(source), config)
     if train_shards:
         check_memory(config, machine)
@@ -4948,6 +5435,20 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     return Inputs(
         choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
         fast_ops(config, machine), checkpoint)  # fmt: skip
+
+
+def check_first_token(shard: Shard, tokens: Array) -> None:
+    """DataError if a split does not begin with a document, as its first shard must; later ones may not."""
+    if tokens[0] == BOS_ID:
+        return
+    begins = np.flatnonzero(tokens == BOS_ID)
+    if len(begins) == 0:
+        raise DataError(f"{shard.path}: begins with id {tokens[0]} and has no BOS={BOS_ID} anywhere, "
+                        "expected one before each document; export it again, with BOS as id 1")  # fmt: skip
+    raise DataError(
+        f"{shard.path}: begins inside a document, with id {tokens[0]}, expected BOS={BOS_ID} in the first "
+        "shard of a split. Is it a later shard, copied alone? Put the shards before it beside it, numbered "
+        f"from 000000, or drop the {begins[0]} ids before its first document")
 
 
 def check_memory(c: Config, machine: Machine) -> None:
@@ -4973,41 +5474,55 @@ def check_memory(c: Config, machine: Machine) -> None:
             "MiB; lower MICRO_BATCH_TOKENS, or both")
 
 
-def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
-    """The SHA-256 of the tokenizer that a manifest names, or empty text. DataError if its shards are others.
+def check_manifest(path: Path, manifest: Manifest, tokens_of: Mapping[str, int]) -> None:
+    """DataError if a manifest lists other shards than are there.
 
-    tokens_of: tokens of each shard that is there. data/fineweb.py --verify compares contents, in minutes.
+    tokens_of: tokens of each of them. data/fineweb.py --verify compares contents, in minutes.
     """
-    try:
-        manifest = json.loads(content)
-    except ValueError as error:
-        raise DataError(f"{path}: {error}; fetch or export the data again") from error
-    listed = {name: entry["tokens"] for name, entry in manifest.get("files", {}).items()}
     # Sidecars are checked with the bytes that they count.
-    odd = {name for name, _ in listed.items() ^ tokens_of.items() if "_val_bytes_" not in name}
-    if listed and tokens_of and odd:
+    odd = {name for name, _ in manifest.files.items() ^ tokens_of.items() if "_val_bytes_" not in name}
+    if manifest.files and odd:
         raise DataError(f"{path}: differs from the manifest: {', '.join(sorted(odd))}. Fetch the data "
                         "again, or remove foreign files")  # fmt: skip
-    return str(manifest.get("tokenizer", {}).get("sha256", ""))
 
 
 def read_validation(shards: list[Shard], config: Config) -> Validation:
-    """The text to score, and its bytes. DataError if it has none."""
+    """The text to score, and its bytes. DataError if it has none, or others than the manifest has audited."""
+    folder = find_path(config.data_path)
     tokens = np.concatenate([read_tokens(shard, config.vocab_size) for shard in shards])
+    bytes_total = int(token_bytes(tokens, config).sum())
+    manifest = read_manifest(folder)
+    if manifest.audited_bytes not in (None, bytes_total):
+        raise DataError(f"DATA_PATH={folder}: the bytes of validation are {bytes_total}, manifest.json has "
+                        f"audited {manifest.audited_bytes}; get the data again, see data/README.md")
+    official = official_name(separate_pairs(tokens, manifest.fused), bytes_total, config.vocab_size)
     mark = ""
     if config.val_tokens_limit:
         tokens = tokens[: config.val_tokens_limit + 1]  # so many targets: one token more
+        bytes_total = int(token_bytes(tokens, config).sum())
         mark = " comparable:0"
-    bytes_total = int(token_bytes(tokens, config).sum())
     if bytes_total == 0:
         raise DataError(f"{shards[0].path.parent}: {len(tokens)} validation tokens have no bytes")
-    return Validation(tokens, bytes_total, mark)
+    return Validation(tokens, bytes_total, mark, official, manifest.audited_bytes)
+
+
+def refuse_links(directory: Path) -> None:
+    """ConfigError if a file of a run to be resumed leads elsewhere: the run would write there."""
+    for entry in os.scandir(directory):
+        found = entry.stat(follow_symlinks=False)
+        is_file = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+        if not is_file and not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(
+                f"RESUME={directory}: {entry.name} is a link, or not an ordinary file; a run writes to its "
+                "files, so they must be its own: put a copy in its place, or remove it")
 
 
 def choose_directory(config: Config, machine: Machine) -> Path:
     """Where the run will write, the same on all ranks; nothing is made yet. ConfigError."""
     if config.resume:
-        return find_path(config.resume)
+        directory = find_path(config.resume)
+        refuse_links(directory)
+        return directory
     # Clocks of machines differ: rank 0 decides on a name made of the time.
     name = config.run_id or time.strftime(f"%Y%m%d-%H%M%S-seed{config.seed}")
     directory = Path(machine.gather(f"{config.runs_dir}/{name}")[0])
@@ -5015,13 +5530,18 @@ def choose_directory(config: Config, machine: Machine) -> Path:
         if os.path.lexists(directory):
             raise ConfigError(f"RUN_ID={name}: {directory} exists, and nothing is overwritten; set another "
                               f"RUN_ID, or, if it holds a {CHECKPOINT}, RESUME={shlex.quote(str(directory))}")
-        # Two checkpoints: the new one is written beside the old one, with at most 16 bytes a weight.
-        needed = config.artifact_bytes_max + 2 * 16 * count_parameters(config)
+        # Logs and the nats of documents; two checkpoints, since the new one is written beside the old one,
+        # with at most 16 bytes a weight.
+        needed_bytes = 1 << 20
+        if not config.eval_only:
+            needed_bytes += config.artifact_bytes_max + 2 * 16 * count_parameters(config)
         place = next(folder for folder in directory.absolute().parents if folder.exists())
-        if not place.is_dir() or shutil.disk_usage(place).free < needed:
-            raise ConfigError(
-                f"{place}: a run needs a folder with {needed >> 20} MiB: make room or set RUNS_DIR"
-            )
+        if not place.is_dir():
+            raise ConfigError(f"{place}: a run needs a folder to write to, and this is a file: set RUNS_DIR")
+        free_bytes = shutil.disk_usage(place).free
+        if free_bytes < needed_bytes:
+            raise ConfigError(f"{place}: {free_bytes >> 20} MiB are free, a run needs "
+                              f"{needed_bytes >> 20} MiB; make room or set RUNS_DIR")  # fmt: skip
     return directory
 
 
@@ -5036,16 +5556,20 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
     machine.gather(None)
     run.directory = inputs.directory
     if machine.rank == 0:
-        # The code that runs, as it is and as it is counted, and a CONFIG that starts such a run again.
-        settings = ""
-        for name, value in config.as_env().items():
-            comment = "# " if name in SETTINGS_OF_A_START else ""
-            settings += f"{comment}{name}={value}\n"
+        # The code that runs, as it is and as it is counted.
         write_whole(run.path("train_gpt.py"), inputs.source)
         write_whole(run.path("train_gpt.shipped.py"), inputs.shipped)
-        write_whole(run.path(SETTINGS_FILE), settings.encode())
+        write_whole(run.path(SETTINGS_FILE), settings_file(config))
     data = inputs.validation
     folder = find_path(config.data_path)
+    # Who looks at the console of another node would else search there for what rank 0 writes.
+    nodes = machine.gather((platform.node(), os.environ.get("GROUP_RANK")))
+    if nodes.index(nodes[machine.rank]) == machine.rank != 0:
+        print_line(f"rank {machine.rank} on {platform.node()}: rank 0, on {nodes[0][0]}, writes the run, to "
+                   f"{run.directory} there; here only traces are written")  # fmt: skip
+    if len(set(nodes)) > 1:
+        answers = [f"nodes:{len(set(nodes))} written by rank 0 on {nodes[0][0]}: "
+                   f"{inputs.directory.absolute()}", *answers]
     for line in (
         f"run:{run.directory}",
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
@@ -5055,6 +5579,7 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
+        f"validation: {f'official ({data.official})' if data.official else 'your own'}",
         f"model_params:{count_parameters(config)}",
         f"world_size:{machine.world_size} grad_accum_steps:"
         f"{0 if config.eval_only else micro_steps_per_step(config, machine.world_size)}",
@@ -5077,9 +5602,14 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
 
 
 def summarize(
-    config: Config, run: Run, inputs: Inputs, trained: Trained, about: About, scores: dict[str, Score]
-) -> None:
-    """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
+    config: Config, run: Run, inputs: Inputs, trained: Trained, about: About, scores: dict[str, Score],
+    reload_seconds: float, compile_seconds: float,
+) -> None:  # fmt: skip
+    """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it.
+
+    reload_seconds: from reading the artifact until its model was ready. compile_seconds: from then until its
+    first score began.
+    """
     machine = run.machine
     code_bytes = len(inputs.shipped)
     total_bytes = code_bytes + about.bytes
@@ -5087,16 +5617,23 @@ def summarize(
             f"Serialized model int{config.matrix_bits}+rans: {about.bytes} bytes\n"
             f"Total submission size int{config.matrix_bits}+rans: {total_bytes} bytes")
 
+    # Of the score that ranks.
+    scoring_seconds = run.phases[f"eval_{next(iter(scores))}"]
     limits = {}
     for name, value, limit in (
         ("train_seconds", trained.train_seconds, config.max_wallclock_seconds),
-        # Of the score that ranks.
-        ("eval_seconds", run.phases[f"eval_{next(iter(scores))}"], config.max_eval_seconds),
+        ("eval_seconds", scoring_seconds, config.max_eval_seconds),
         ("artifact_bytes", total_bytes, config.artifact_bytes_max),
     ):
         is_kept = limit == 0 or value <= limit  # 0: there is none
         limits[name] = {"value": value, "limit": limit, "ok": is_kept}
-        run.log(f"limit:{name} {value:.10g} of {limit:.10g} {'ok' if is_kept else 'EXCEEDED'}")
+        verdict = f" of {limit:.10g} {'ok' if is_kept else 'EXCEEDED'}" if limit else ", no limit"
+        run.log(f"limit:{name} {value:.10g}{verdict}")
+    # Whether the limit is meant for scoring alone, or for all from the artifact on, is contested.
+    from_artifact_seconds = reload_seconds + compile_seconds + scoring_seconds
+    run.log(f"eval_clock: scoring {scoring_seconds:.2f} s, from reading the artifact "
+            f"{from_artifact_seconds:.2f} s (reload {reload_seconds:.2f} s, "
+            f"compilation {compile_seconds:.2f} s)")  # fmt: skip
 
     data = inputs.validation
     summary = {
@@ -5107,7 +5644,14 @@ def summarize(
         "config": config.as_env(),
         "overrides": config.overrides(),
         "code": {"sha256": inputs.hashes["code"], "bytes": len(inputs.source), "bytes_wrapped": code_bytes},
-        "data": {"hashes": inputs.hashes, "val_tokens": len(data.tokens) - 1, "val_bytes": data.bytes_total},
+        "data": {
+            "hashes": inputs.hashes,
+            "val_tokens": len(data.tokens) - 1,
+            "val_bytes": data.bytes_total,
+            "audited_bytes": data.audited_bytes,
+            "validation": "official" if data.official else "your own",
+            "validation_name": data.official,
+        },
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -5128,6 +5672,7 @@ def summarize(
         "comparable": not data.mark,
         "losses": {name: score._asdict() for name, score in scores.items()},
         "limits": limits,
+        "eval_clocks": {"scoring_seconds": scoring_seconds, "from_artifact_seconds": from_artifact_seconds},
         "exit": "finished",
     }
     if machine.rank == 0:

@@ -183,8 +183,9 @@ def step_times() -> str:
     ours_ms, theirs_ms = calibration.BESIDE_1855_MS
     return f"""**On one H100.** A step of the default needs {measured_ms[0]:.1f} ms, and {measured_ms[1]:.1f}
 with recurrence: the work of one of eight ranks and the optimizer's of all eight, without communication
-([measured](results/h100/README.md)). With recurrence and one slower form, that is
-{ours_ms / theirs_ms:.2f} of the time of #1855's script on the same card. A step is modelled at
+([measured](results/h100/README.md)). Beside #1855's script on the same card, one step with recurrence takes
+{ours_ms:.1f} ms against {theirs_ms:.1f} ms, or {ours_ms / theirs_ms:.2f} of its time: one run of each,
+ours with `FUSED_HEADS=0`. A step is modelled at
 {modelled_ms[0]:.1f} and {modelled_ms[1]:.1f} ms
 ([gpu_model](gpu_model/README.md)), so it needs {factor.likely:.2f} times as long. Public logs of other stacks
 have {factor.least:.2f} to {factor.most:.2f} times the model's figure. No run on eight cards has been made."""

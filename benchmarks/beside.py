@@ -54,6 +54,7 @@ from benchmarks import experiments, paired, results  # noqa: E402
 from benchmarks.experiments import Budget, mean_of, place_of  # noqa: E402
 from benchmarks.turns import Turns, endless  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
+from data.files import escape_unprintable  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
 
 TITLE = "A public script beside this one"
@@ -458,6 +459,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main() -> None:
     """Measure what is not measured yet, print the tables, and with --keep store them."""
+    escape_unprintable()
     try:
         measure(parse(None))
     except (UpstreamError, ConfigError, experiments.ExperimentError) as error:

@@ -31,6 +31,7 @@ sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
 from benchmarks import experiments, paired, results  # noqa: E402
 from benchmarks.experiments import as_settings, read_json  # noqa: E402
+from data.files import escape_unprintable  # noqa: E402
 from train_gpt import GPT, Config, Machine  # noqa: E402
 
 TITLE = "Quantizers on trained models"
@@ -215,6 +216,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, and keep."""
+    escape_unprintable()
     arguments = parse(argv)
     torch.set_num_threads(1)
     before = results.conditions()

@@ -42,6 +42,7 @@ sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
 from benchmarks import paired, results  # noqa: E402
 from data import sample  # noqa: E402
+from data.files import escape_unprintable  # noqa: E402
 from train_gpt import Config, ConfigError  # noqa: E402
 
 TITLE = "Experiment"
@@ -179,7 +180,9 @@ def patched_script(patch: str, folder: Path) -> Path:
     # Without a ceiling git would find this repository, and look for the file at its top.
     environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve())}
     command = ["git", "apply", str(PATCHES / f"{patch}.patch")]
-    applied = subprocess.run(command, cwd=scratch, env=environ, capture_output=True, text=True)
+    applied = subprocess.run(
+        command, cwd=scratch, env=environ, capture_output=True, encoding="utf-8", errors="replace"
+    )
     if applied.returncode != 0:
         shutil.rmtree(scratch)
         raise ExperimentError(f"{patch}.patch does not apply to train_gpt.py: {applied.stderr.strip()}")
@@ -221,7 +224,9 @@ def run_script(script: Path, settings: dict[str, str], directory: Path) -> dict[
     place = {"RUNS_DIR": place_of(directory.parent), "RUN_ID": directory.name}
     environ = {**kept, **threads, **settings, **place}
     command = [sys.executable, str(CLOCK), str(script)]
-    ended = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, cwd=REPO, env=environ, capture_output=True, encoding="utf-8", errors="replace"
+    )
     if ended.returncode != 0:
         printed = (ended.stdout + ended.stderr).strip()[-2000:]
         raise ExperimentError(f"{directory}: the script ended with {ended.returncode}:\n{printed}")
@@ -571,6 +576,7 @@ def experiment(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run an experiment; an error is one message."""
+    escape_unprintable()
     try:
         return experiment(parse(argv))
     except (ExperimentError, ConfigError) as error:

@@ -41,6 +41,7 @@ import train_gpt
 from benchmarks import kernels, results, ttt
 from benchmarks.gpu_model import calibration, memory
 from benchmarks.ttt import GPUS
+from data.files import escape_unprintable
 from data.shards import write_shard
 from train_gpt import Config
 
@@ -148,7 +149,7 @@ def run_program(name: str, out: str) -> int:
     """The program of a stage, which writes what it finds to OUT.RANK.json. Returns its exit status."""
     del sys.argv[1:]  # the script reads no arguments
     found = measure_forms() if name == "forms" else watch_run()
-    path = Path(f"{out}.{os.environ.get('RANK', '0')}.json")
+    path = Path(f"{out}.{os.environ.get('RANK') or '0'}.json")
     path.write_text(json.dumps(found), encoding="utf-8")
     return int(found.get("status", 0))
 
@@ -448,6 +449,7 @@ def page(found: Mapping[str, tuple[Found, float]], wanted: Sequence[str], about:
 
 def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__file__,)) -> int:
     """The check. program: the file, and arguments of it, that the stages run."""
+    escape_unprintable()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     folder = REPO / "runs" / time.strftime("gpu-check-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, default=folder, help="new folder")

@@ -26,6 +26,7 @@ sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
 from benchmarks import results  # noqa: E402
 from benchmarks.turns import endless  # noqa: E402
+from data.files import escape_unprintable  # noqa: E402
 
 TITLE = "Loader"
 PROGRESS = 0.5  # of the steps: after the loop has been switched on
@@ -118,6 +119,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Print the table; with --keep store it."""
+    escape_unprintable()
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--turns", type=int, default=12, help="turns with and as many without prefetch")

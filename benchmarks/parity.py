@@ -21,6 +21,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
 from benchmarks.upstream import Upstream, UpstreamError, batches, in_our_names  # noqa: E402
+from data.files import escape_unprintable  # noqa: E402
 from train_gpt import GPT, Config, ConfigError, Machine, Optimizer, build_model  # noqa: E402
 
 LARGEST_DIFFERENCE = 1e-3  # nats
@@ -163,6 +164,7 @@ def compare(
 
 def main() -> int:
     """Compare some steps. Status 0: the losses agree."""
+    escape_unprintable()
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("system", choices=SYSTEMS)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.picture [--out benchmarks/results]
 
-ladder.png: the estimate for 8 GPUs, part by part, between two public records. results.png, left: a public
-script and this one after the same seconds of one thread. Right: ways to score the same model. A dot is a
-seed, a bar is a mean. sizes.png, left: what two systems bring over the baseline's settings at three sizes.
-Right: what two quantizers lose over the bits of a weight. Lower is better.
+ladder.png: the estimate for 8 GPUs, part by part, beside public records. results.png, left: a public script
+and this one after the same seconds of one thread. Right: ways to score the same model. A dot is a seed, a
+bar is a mean. sizes.png, left: what two systems bring over the baseline's settings at three sizes. Right:
+what two quantizers lose over the bits of a weight. Lower is better.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import answers, paired, results
+from data.files import escape_unprintable
 from tools import REPO
 
 BESIDE = "beside-fineweb_sample_sp1024-60s"
@@ -26,13 +27,15 @@ WAYS = ("round trip", "sliding window", "SGD", "LoRA")
 STACKS = "experiments-stacks-fineweb_sample_sp1024-"
 STACK_RUNS = {equal: [run for _, run in runs] for equal, runs in answers.STACKS.items() if runs[1:]}
 QUANTIZERS = "divergence-35.9M"
-ESTIMATE = REPO / "docs" / "estimate.md"  # the last column of its table is the default's
+ESTIMATE = REPO / "docs" / "estimate.md"
+OF_THE_DEFAULT = 2  # column of its table
 PUBLIC = {"#1855": 1.0611, "#2135": 1.0565}  # as docs/estimate.md has them
 BESIDE_THE_AXES = ("axes fraction", "data")
-RUNGS = {
+RUNGS = {  # the beginning of a row: its name in the picture
     "before quantization": "#1855 before quantization", "MATRIX_LR": "higher learning rate",
     "quantization": "quantization by GPTQ", "trellis": "trellis, column steps",
-    "adapters": "test-time adapters", "step speed": "faster steps", "estimate": "estimate",
+    "less left": "less left to repair", "adapters": "test-time adapters", "step speed": "faster steps",
+    "a reserve": "longer reserve", "estimate": "sum",
 }  # fmt: skip
 SIDES = {
     "theirs": "the challenge's script", "ours as theirs": "its settings in this file",
@@ -48,7 +51,8 @@ def rungs() -> list[tuple[str, float, float]]:
     text = ESTIMATE.read_text(encoding="utf-8").split("## The estimate")[1].split("\n## ")[0]
     found = []
     for line in re.findall(r"^\|.*\|$", text, re.MULTILINE):
-        name, *_, of_default = [cell.strip(" *`") for cell in line.split("|")[1:-1]]
+        cells = [cell.strip(" *`") for cell in line.split("|")[1:-1]]
+        name, of_default = cells[0], cells[OF_THE_DEFAULT]
         figures = re.findall(r"[+-]?\d+\.\d+", of_default)
         for key, label in RUNGS.items():
             if figures and name.startswith(key):
@@ -56,8 +60,21 @@ def rungs() -> list[tuple[str, float, float]]:
     return found
 
 
+def headline() -> tuple[float, float]:
+    """What the page prints, rounded from its table and two other routes: bits per byte and half-width."""
+    text = ESTIMATE.read_text(encoding="utf-8")
+    found = re.search(r"^\*\*(\d\.\d+) ± (\d\.\d+) bits per byte", text, re.MULTILINE)
+    assert found, f"{ESTIMATE} does not begin with its estimate"
+    return float(found[1]), float(found[2])
+
+
+def with_half_width(value: str, half: float) -> str:
+    """A value with its half-width, if it has one."""
+    return f"{value} ± {half:.4f}" if half else value
+
+
 def draw_ladder(axes: Axes) -> None:
-    """Each part of the estimate as a bar from the sum before it to the sum after it."""
+    """Each part as a bar from the sum before it to the sum after it, then the sum, then the estimate."""
     rows = rungs()
     at = rows[0][1] / 1000  # bits per byte
     axes.plot([at], [0], "o", color="black")
@@ -65,20 +82,23 @@ def draw_ladder(axes: Axes) -> None:
     for place, (_, value, half) in list(enumerate(rows))[1:-1]:
         color = "tab:red" if value > 0 else "tab:green"
         axes.barh(place, value / 1000, left=at, height=0.5, color=color, alpha=0.8)
-        texts.append(f"{value / 1000:+.4f} ± {half / 1000:.4f}")
+        texts.append(with_half_width(f"{value / 1000:+.4f}", half / 1000))
         at += value / 1000
-    _, total, half = rows[-1]
-    axes.errorbar([total], [len(rows) - 1], xerr=[half], fmt="o", color="black", capsize=4)
-    texts.append(f"{total:.4f} ± {half:.4f}")
+    last = len(rows) - 1
+    names = [name for name, _, _ in rows]
+    names.append("estimate, by three routes")
+    for place, (total, half) in enumerate((rows[last][1:], headline()), start=last):
+        axes.errorbar([total], [place], xerr=[half], fmt="o", color="black", capsize=4)
+        texts.append(with_half_width(f"{total:.4f}", half))
     for place, text in enumerate(texts):
         axes.annotate(text, (1.01, place), xycoords=BESIDE_THE_AXES, va="center", fontsize=9)
     for name, score in PUBLIC.items():
         axes.axvline(score, color="tab:blue", linestyle=":")
         label = f"{name}\n{score:.4f}"
         axes.annotate(label, (score, 1.02), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
-    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(1.052, 1.074)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(1.052, 1.075)
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("bits per byte, lower is better. An estimate: not run on eight GPUs")
 
@@ -173,7 +193,7 @@ def draw_bits(axes: Axes, measured: dict[str, Any]) -> None:
 
 def draw() -> dict[str, Figure]:
     """The pictures by the names of their files, from what is stored."""
-    ladder = Figure((9.0, 3.0), layout="constrained")
+    ladder = Figure((9.0, 3.8), layout="constrained")
     draw_ladder(ladder.subplots())
     figure = Figure((12.0, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -188,6 +208,7 @@ def draw() -> dict[str, Figure]:
 
 
 def main() -> None:
+    escape_unprintable()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=results.FOLDER)
     arguments = parser.parse_args()

@@ -39,7 +39,7 @@ BEGIN, END = "<!-- measured:begin (make docs) -->", "<!-- measured:end -->"
 def processor() -> str:
     """Name of the processor, as far as the system tells."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
@@ -47,7 +47,8 @@ def processor() -> str:
 def commit() -> str:
     """The commit this was measured at, marked if a program was changed since."""
     revision = ["git", "rev-parse", "--short", "HEAD"]
-    name = subprocess.run(revision, cwd=REPO, capture_output=True, text=True, check=False).stdout.strip()
+    ended = subprocess.run(revision, cwd=REPO, capture_output=True, encoding="utf-8", check=False)
+    name = ended.stdout.strip()
     difference = ["git", "diff", "--quiet", "HEAD", "--", "*.py"]
     changed = subprocess.run(difference, cwd=REPO, check=False).returncode != 0
     name = name or "unknown"

@@ -27,6 +27,7 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks.gpu_model.roofline import BANDWIDTH_SHARE, CARDS, matrix_product_rate  # noqa: E402
+from data.files import escape_unprintable  # noqa: E402
 from train_gpt import BOS_ID, GPT, Config  # noqa: E402
 
 GPUS = 8
@@ -222,6 +223,7 @@ def cost(config: Config, speed: Speed | None) -> None:
 
 def main() -> None:
     """Count, and print a line for each way of scoring or for each logged run."""
+    escape_unprintable()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("verb", choices=["cost", "logged"])
     parser.add_argument("--config", type=Path, help="settings; the script's defaults without it")

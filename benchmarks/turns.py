@@ -55,9 +55,9 @@ class Turns:
         """settings: variables of the script on top of this process's environment, with one thread."""
         self.script = script
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
-        self._printed = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 — closed by `close`
+        self._printed = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 — `close` does
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(script.resolve())], text=True, stdin=subprocess.PIPE,
+            [sys.executable, __file__, str(script.resolve())], encoding="utf-8", stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self._printed, env={**os.environ, **threads, **settings},
         )  # fmt: skip
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import shlex
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,34 @@ CHUNK_BYTES = 2 << 20
 MAX_DOCUMENT_BYTES = 256 << 20
 JSON_SUFFIXES = (".jsonl", ".json")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+# What a file that is not UTF-8 text begins with, what it is, and how it becomes text.
+UNPACK = "unpack it first: "
+CONVERT = "convert it first: iconv -f {code} -t UTF-8 {file} > {text}"
+NO_TEXT = (
+    (rb"\x1f\x8b", "gzip", UNPACK + "gunzip -k {file}"),
+    (rb"\x1f\x9d", "compress", UNPACK + "uncompress {file}"),
+    (rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", "Zstandard", UNPACK + "zstd -d {file}"),
+    (rb"BZh[1-9]", "bzip2", UNPACK + "bunzip2 -k {file}"),
+    (rb"\xfd7zXZ\0", "xz", UNPACK + "xz -dk {file}"),
+    (rb"\x5d\0\0", "LZMA", UNPACK + "xz -dk --format=lzma {file}"),
+    (rb"\x04\x22\x4d\x18", "lz4", UNPACK + "lz4 -d {file}"),
+    (rb"PK(\x03\x04|\x05\x06)", "zip", UNPACK + "unzip {file}"),
+    (rb"7z\xbc\xaf\x27\x1c", "7-Zip", UNPACK + "7z x {file}"),
+    (rb"(?s:.{257})ustar", "tar", UNPACK + "tar -xf {file}"),
+    (rb"PAR1", "Parquet", "write its texts as JSON lines first, for example with "
+     "pandas.read_parquet(FILE).to_json(OUT, orient='records', lines=True)"),
+    (rb"ARROW1|\xff\xff\xff\xff", "Arrow", "write its texts as JSON lines first, for example with "
+     "datasets.Dataset.from_file(FILE).to_json(OUT)"),
+    (rb"\xff\xfe\0\0|\0\0\xfe\xff", "UTF-32", CONVERT.replace("{code}", "UTF-32")),
+    (rb"\xff\xfe|\xfe\xff", "UTF-16", CONVERT.replace("{code}", "UTF-16")),
+    (rb"[^\0]\0[^\0]\0", "UTF-16", CONVERT.replace("{code}", "UTF-16LE")),
+    (rb"\0[^\0]\0[^\0]", "UTF-16", CONVERT.replace("{code}", "UTF-16BE")),
+    (rb"version https://git-lfs", "a pointer of Git LFS", "run `git lfs pull` where it came from"),
+    (rb"\x88\xd8\x34\x01|\x93NUMPY", "token ids", "give the text that they were made of"),
+    (rb"%PDF-", "PDF", "write its text to a file first"),
+)
+HEAD_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -40,6 +71,24 @@ class DocumentSource:
     paths: tuple[str, ...]
     text_key: str = "text"
     separator: str = "<|endoftext|>"
+
+    def require_text(self) -> None:
+        """Raise DataError where a file cannot be read, or is packed or encoded so that it is not UTF-8."""
+        for path in self.paths:
+            try:
+                if not (Path(path).is_file() or stat.S_ISDIR(os.stat(path).st_mode)):
+                    raise DataError(f"{path}: a pipe or a device, which cannot be read twice; write the "
+                                    "documents to a file first")
+                with open(path, "rb") as file:
+                    head = file.read(HEAD_BYTES)
+            except OSError as error:
+                raise explain_os_error(error, Path(path)) from error
+            for beginning, kind, advice in NO_TEXT:
+                if re.match(beginning, head):
+                    name = Path(path)
+                    text = name.with_name(f"{name.stem}_utf8{name.suffix}")
+                    told = advice.format(file=shlex.quote(path), text=shlex.quote(str(text)))
+                    raise DataError(f"{path}: {kind}, expected UTF-8 text; {told}")
 
     def total_bytes(self) -> int:
         """Size of all files. Raises DataError where one is missing."""
@@ -144,7 +193,7 @@ class DocumentSource:
             raise DataError(f"{where} is not UTF-8 ({error}); convert or remove it") from error
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(f"{where}: expected a JSON object with {self.text_key!r}, got {piece[:60]!r} "
-                            f"({type(error).__name__}: {error}); mend the line or give --text-key") from error
+                            f"({type(error).__name__}: {error}); fix the line or give --text-key") from error
         if not isinstance(text, str):
             raise DataError(f"{where}: {self.text_key!r} holds {type(text).__name__}, expected a string")
         return replace_lone_surrogates(text)

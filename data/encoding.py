@@ -6,6 +6,7 @@ once it was handed on, so memory depends on the chunk size and the number of pro
 
 from __future__ import annotations
 
+import bisect
 import collections
 import functools
 import multiprocessing
@@ -70,11 +71,8 @@ class Encoder:
         # numpy ids skip a Python object per token; older SentencePiece versions have lists alone
         self.token_ids = getattr(self.tokenizer, "EncodeAsNumpy", self.tokenizer.EncodeAsIds)
         self.table = ByteTable.from_sentencepiece(self.tokenizer)
-        if self.tokenizer.bos_id() != shards.BOS_ID:
-            raise DataError(f"{path}: BOS id {self.tokenizer.bos_id()}, the format needs {shards.BOS_ID}; "
-                            "train it with pad, bos, eos, unk = 0, 1, 2, 3")
-        if self.tokenizer.piece_to_id(shards.SPACE_PIECE) == self.tokenizer.unk_id():
-            raise DataError(f"{path}: no piece for a space alone, so bytes cannot be counted; train another")
+        if fault := shards.unfit(self.tokenizer):
+            raise DataError(f"{path}: {fault}")
         self.require_marks()
         self.byte_values = np.full(self.tokenizer.vocab_size(), -1, dtype=np.int64)
         self.piece_characters = np.zeros(self.tokenizer.vocab_size(), dtype=np.int64)
@@ -100,18 +98,26 @@ class Encoder:
     def audit(self, text: str, coded: str, tokens: np.ndarray) -> tuple[collections.Counter[str], np.ndarray]:
         """Byte sums of one document (`tokens`: BOS first) and, for CaseOps, bytes per token (else empty).
 
-        Raises DataError where the table's sum is not the length of the decoded text, or CaseOps loses text.
+        Raises DataError where a character has no piece, where the table's sum is not the length of the
+        decoded text, or where CaseOps loses text.
         """
         ids = tokens[1:].tolist()
+        if self.tokenizer.unk_id() in ids:
+            raise DataError(f"{self.path}: no piece for {self.unknown_text(coded)!r}, so its bytes are lost; "
+                            f"use a tokenizer with byte fallback. The document begins {text[:60]!r}")
         table_bytes = self.table.total(tokens)
         decoded_bytes = len(self.tokenizer.decode(ids).encode())
         sums = collections.Counter(
             documents=1, tokens=len(tokens), text_bytes=len(text.encode()), decoded_bytes=decoded_bytes,
             byte_tokens=int((self.byte_values[tokens] >= 0).sum()))
         if table_bytes != decoded_bytes:
+            at = self.first_miscounted(tokens)
+            piece = self.tokenizer.id_to_piece(int(tokens[at]))
+            counted = self.table.total(tokens[at - 1 : at + 1])
             raise DataError(f"{self.path}: its pieces count {table_bytes} bytes where the decoded text has "
-                            f"{decoded_bytes}; bits per byte would be wrong. Does it lack byte fallback? "
-                            f"The document begins {text[:60]!r}")
+                            f"{decoded_bytes}; they part at token {at}, piece {piece!r}, counted as "
+                            f"{counted}. Bits per byte would be wrong: use another tokenizer. The document "
+                            f"begins {text[:60]!r}")
         if not self.use_caseops:
             return sums, np.zeros(0, dtype=shards.TOKEN_DTYPE)
         if caseops.decode(coded, self.fused) != text:
@@ -121,10 +127,30 @@ class Encoder:
         sums["dropped_bytes"] = sums["text_bytes"] - sums["sidecar_bytes"]
         return sums, token_bytes.astype(shards.TOKEN_DTYPE)
 
+    def unknown_text(self, coded: str) -> str:
+        """The first part of a text that the tokenizer has no piece for."""
+        known = {self.tokenizer.id_to_piece(token) for token in range(self.tokenizer.vocab_size())}
+        return next((part for part in self.tokenizer.encode(coded, out_type=str) if part not in known), "")
+
+    def first_miscounted(self, tokens: np.ndarray) -> int:
+        """The token of a document (BOS first) with which the counted bytes and the decoded ones part."""
+        ids = tokens.tolist()
+
+        def differs(stop: int) -> bool:
+            """Whether they differ for the tokens before `stop`."""
+            decoded = self.tokenizer.decode(ids[1:stop])
+            return len(decoded.encode()) != self.table.total(tokens[:stop])
+
+        # A part must not end inside a character, for which the decoder would write one of three bytes.
+        values = self.byte_values[tokens[1:]]
+        continues = (values >= 0) & ((values & 0xC0) == 0x80)
+        stops = (np.flatnonzero(np.append(~continues, True)) + 1).tolist()
+        return stops[bisect.bisect_left(stops[:-1], True, key=differs)] - 1
+
     def token_bytes(self, coded: str, tokens: np.ndarray) -> np.ndarray:
         """Bytes of the original text behind each of `tokens` (BOS first, it counts 0), int64.
 
-        Normalisation is followed back through SentencePiece's own offsets; only what it drops at the two ends
+        Normalization is followed back through SentencePiece's own offsets; only what it drops at the two ends
         of a document (white space) is counted nowhere. A character in byte pieces counts at its last piece.
         """
         normalized, offsets = self.tokenizer.normalize(coded, with_offsets=True)
@@ -136,7 +162,7 @@ class Encoder:
         characters[leads + width - 1] = 1
         ends = np.cumsum(characters)
         if ends[-1] != len(normalized):
-            raise DataError(f"{self.path}: pieces hold {ends[-1]} characters of a normalised text of "
+            raise DataError(f"{self.path}: pieces hold {ends[-1]} characters of a normalized text of "
                             f"{len(normalized)}; this kind of model cannot have a byte sidecar")
         bytes_before = np.concatenate(([0], np.cumsum(caseops.byte_counts(coded, self.fused))))
         counts = np.diff(bytes_before[np.asarray(offsets)[ends]], prepend=bytes_before[offsets[0]])

@@ -20,7 +20,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +42,17 @@ from data.encoding import (
     available_cores,
     encoded_chunks,
 )
-from data.files import DataError, exclusive, explain_os_error, sha256_file, write_bytes
+from data.files import (
+    DataError,
+    escape_unprintable,
+    exclusive,
+    explain_os_error,
+    is_count,
+    is_range,
+    read_json,
+    sha256_file,
+    write_bytes,
+)
 from data.progress import Progress, size
 
 OFFICIAL_VAL_DOCUMENTS = 50_000
@@ -157,7 +167,8 @@ def make_tokenizer(path: Path, recipe: TokenizerRecipe) -> None:
     record_path = path.with_suffix(".json")
     identity = recipe.identity()
     if path.exists():
-        if read_json(record_path).get("recipe") != identity:
+        record = read_json(record_path) or {}
+        if record.get("recipe") != identity:
             raise DataError(f"{path}: exists and was not made by this command; give another --name, "
                             f"or use it with --tokenizer {path}")
         print(f"tokenizer {path}: already trained")
@@ -165,23 +176,11 @@ def make_tokenizer(path: Path, recipe: TokenizerRecipe) -> None:
     print(f"training a tokenizer of {recipe.vocab_size} pieces on up to {recipe.documents} documents "
           f"from document {recipe.first_document} on", flush=True)
     model, counts = train_tokenizer(recipe)
-    record = {"recipe": identity, "sha256": hashlib.sha256(model).hexdigest(), **counts}
-    write_bytes(record_path, (json.dumps(record, indent=2) + "\n").encode())
+    made = {"recipe": identity, "sha256": hashlib.sha256(model).hexdigest(), **counts}
+    write_bytes(record_path, (json.dumps(made, indent=2) + "\n").encode())
     write_bytes(path, model)
     print(f"tokenizer {path}: trained on {counts['documents'] - counts['too_long']} documents, "
           f"{counts['too_long']} longer than {recipe.sentence_bytes()} bytes left out")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """JSON object of a file of ours; empty where the file is absent."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise explain_os_error(error, path) from error
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); delete it and start again") from error
 
 
 def source_identity(source: DocumentSource) -> dict[str, Any]:
@@ -340,13 +339,16 @@ class ExportPlan:
         }
 
 
+START = {"file": 0, "offset": 0, "document": 0}  # the place in the documents where an export begins
+
+
 class Export:
     """One export under way: its streams, the place reached in the documents, and the audit so far."""
 
     def __init__(self, plan: ExportPlan, identity: dict[str, Any], journal: dict[str, Any]) -> None:
         self.plan = plan
         self.identity = identity
-        self.next = journal.get("next", {"file": 0, "offset": 0, "document": 0})
+        self.next = journal.get("next", dict(START))
         self.audit = collections.Counter(journal.get("audit", {}))
         stems = {"train": "train", "val": "val"}
         if plan.encoding.variant != PLAIN:
@@ -413,6 +415,7 @@ class Export:
         try:
             for count, (chunk, encoded) in enumerate(results, 1):
                 self.add(chunk, encoded)
+                self.require_bytes()
                 progress.total_bytes = self.expected_bytes()
                 progress.update(self.done_bytes(), self.note())
                 if self.done():
@@ -429,6 +432,15 @@ class Export:
         train_shards = len(self.streams["train"].state.finished)
         return f"{self.next['document']:,} documents, {train_shards}{limit} train shards"
 
+    def require_bytes(self) -> None:
+        """Raise DataError where validation is complete and holds no text."""
+        wanted = self.plan.encoding.val_documents
+        if self.next["document"] >= wanted and not self.audit["decoded_bytes"]:
+            paths = ", ".join(self.plan.encoding.source.paths)
+            raise DataError(f"{paths}: no bytes to score: the first {wanted} documents are validation, and "
+                            "decode to no text. Give other documents or a larger --val-docs, and delete "
+                            f"{self.plan.directory}")
+
     def finish(self) -> dict[str, Any]:
         """Complete the last shards, write the manifest, return it. Raises DataError: too few documents."""
         wanted = self.plan.encoding.val_documents
@@ -436,6 +448,7 @@ class Export:
             paths = ", ".join(self.plan.encoding.source.paths)
             raise DataError(f"{paths}: {self.next['document']} documents, --val-docs needs {wanted} of them; "
                             "give more documents or a smaller --val-docs")
+        self.require_bytes()
         for stream in self.streams.values():
             stream.finish_shard()
         manifest = self.manifest()
@@ -499,9 +512,10 @@ def export(plan: ExportPlan, workers: int) -> dict[str, Any]:
         identity = plan.identity()
         if (directory / shards.MANIFEST_NAME).exists():
             return confirm(directory, identity)
-        journal = read_json(directory / JOURNAL_NAME)
+        journal = read_json(directory / JOURNAL_NAME) or {}
         if journal:
-            require_same(directory / JOURNAL_NAME, journal.get("settings", {}), identity)
+            require_journal(directory / JOURNAL_NAME, journal)
+            require_same(directory / JOURNAL_NAME, journal["settings"], identity)
         elif foreign := sorted(path.name for path in directory.glob("*.bin")):
             raise DataError(f"{directory}: holds {foreign[0]} and {len(foreign) - 1} more shard(s) but no "
                             "manifest; they are not overwritten: give another --name or move them away")
@@ -522,6 +536,33 @@ def confirm(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
         raise DataError("\n  ".join([f"{directory}: damaged since; delete it and start again", *problems]))
     (directory / JOURNAL_NAME).unlink(missing_ok=True)
     return manifest
+
+
+def require_journal(path: Path, journal: dict[str, Any]) -> None:
+    """Raise DataError where a journal holds what `Export.write_journal` does not write."""
+    places = journal.get("next")
+    streams = journal.get("streams")
+    wrong = [name for name in ("settings", "audit") if not isinstance(journal.get(name), dict)]
+    if not isinstance(places, dict) or not all(is_count(places.get(key)) for key in START):
+        wrong.append("next")
+    if not isinstance(streams, dict) or not all(is_stream_state(state) for state in streams.values()):
+        wrong.append("streams")
+    if not wrong and not shards.is_audit(journal["audit"]):
+        wrong.append("audit")
+    if wrong:
+        raise DataError(f"{path}: damaged ({', '.join(wrong)}); delete {path.parent} and start again")
+
+
+def is_stream_state(state: Any) -> bool:
+    """Whether a value of a journal holds the fields of a `StreamState`."""
+    if not isinstance(state, dict) or set(state) != {spec.name for spec in fields(StreamState)}:
+        return False
+    finished = state["finished"]
+    if not isinstance(finished, dict):
+        return False
+    return (all(not shards.wrong_in(finished, name, shards.FILE_FIELDS) for name in finished)
+            and state["split"] in ("train", "val") and is_count(state["open_tokens"])
+            and is_range(state["open_documents"]))
 
 
 def require_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -617,26 +658,29 @@ def place_tokenizer(options: argparse.Namespace, source: DocumentSource) -> Path
 def report(directory: Path, manifest: dict[str, Any]) -> str:
     """A summary of an export, in lines."""
     lines = [f"{directory}: tokenizer sha256 {manifest['tokenizer']['sha256'][:12]}"]
-    for split, facts in manifest["splits"].items():
+    for split in ("train", "val"):
+        facts = manifest["splits"][split]
         entries = [entry for name, entry in manifest["files"].items()
                    if entry["split"] == split and "_val_bytes_" not in name]
         start, stop = facts["documents"]
         tokens = sum(entry["tokens"] for entry in entries)
         lines.append(f"  {split}: documents {start:,} to {stop - 1:,}, {tokens:,} tokens in {len(entries)} "
                      f"shard(s), {size(sum(entry['bytes'] for entry in entries))}")
-    audit = manifest["splits"]["val"]["audit"]
+    audit = collections.Counter(manifest["splits"]["val"].get("audit"))
     lines.append(f"  audit of {audit['documents']:,} validation documents: {audit['text_bytes']:,} bytes of "
                  f"text, {audit['decoded_bytes']:,} decoded, the same by pieces")
     if "sidecar_bytes" in audit:
         lines.append(f"  sidecar: {audit['sidecar_bytes']:,} bytes; {audit['dropped_bytes']:,} bytes of text "
                      "dropped at the ends of documents")
-    lines.append(f"  {audit['text_bytes'] / audit['tokens']:.3f} bytes per token, "
-                 f"{audit['byte_tokens'] / audit['tokens']:.2%} of the tokens are byte pieces")
+    tokens = max(audit["tokens"], 1)
+    lines.append(f"  {audit['text_bytes'] / tokens:.3f} bytes per token, "
+                 f"{audit['byte_tokens'] / tokens:.2%} of the tokens are byte pieces")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
+    escape_unprintable()
     command = parser()
     options = command.parse_args(arguments)
     if options.tokenizer and (options.tokenizer_only or options.official_tokenizer_recipe):
@@ -644,7 +688,7 @@ def main(arguments: list[str] | None = None) -> int:
     source = DocumentSource(tuple(str(path) for path in options.docs), options.text_key, options.separator)
     directory = options.out / "datasets" / options.name
     try:
-        source.total_bytes()
+        source.require_text()
         if len({path.resolve() for path in options.docs}) < len(options.docs):
             raise DataError("--docs: a file is given twice; its validation documents would be trained on")
         tokenizer_path = place_tokenizer(options, source)

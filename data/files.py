@@ -5,17 +5,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
+import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 HASH_BLOCK_BYTES = 1 << 20
 
 
 class DataError(Exception):
     """An error that the user can fix: it names the file, what was found, what was expected, the next step."""
+
+
+def escape_unprintable() -> None:
+    """From now on a character that the console cannot print is a backslash escape: no line is lost for it.
+
+    Windows pipes, and machines with an ASCII or ISO-8859 locale, have such consoles.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a closed one is None
+            stream.reconfigure(errors="backslashreplace")
 
 
 DISK_ERRORS = {
@@ -93,6 +106,39 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically."""
     with atomic_file(path) as file:
         file.write(content)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, None where the file is absent. DataError, in one sentence, for all else."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    except RecursionError as error:
+        raise DataError(f"{path}: nested too deeply for JSON of ours; delete it and start again") from error
+    except ValueError as error:  # not UTF-8, not JSON, or a number of thousands of digits
+        raise DataError(f"{path}: not JSON ({error}); delete it and start again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: holds {type(found).__name__}, expected a JSON object; delete it and start "
+                        "again")
+    return found
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value of a JSON file is a whole number that can count something."""
+    return type(value) is int and 0 <= value < 1 << 63  # true is an int, too
+
+
+def is_range(value: Any) -> bool:
+    """Whether a value of a JSON file is [first, stop) as a list."""
+    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value)) and value[0] <= value[1]
+
+
+def is_string(value: Any) -> bool:
+    """Whether a value of a JSON file is text."""
+    return isinstance(value, str)
 
 
 def sha256_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:

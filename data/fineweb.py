@@ -33,9 +33,20 @@ import sentencepiece as spm
 if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data import caseops, shards
+from data import caseops, fuse, official, shards
 from data.contents import content_problems
-from data.files import DISK_ERRORS, DataError, exclusive, explain_os_error, sha256_file, write_bytes
+from data.files import (
+    DISK_ERRORS,
+    DataError,
+    escape_unprintable,
+    exclusive,
+    explain_os_error,
+    is_count,
+    is_string,
+    read_json,
+    sha256_file,
+    write_bytes,
+)
 from data.progress import Progress, size
 from data.shards import ByteTable
 
@@ -45,7 +56,8 @@ REMOTE_ROOT = "datasets"
 DOCUMENTS_FILE = "docs_selected.jsonl"
 RECEIPTS_NAME = ".download.json"
 LOCK_NAME = ".download.lock"
-MOST_NORMALISED = 0.01  # of the bytes: FineWeb's text and its normalised form differ by a hundredth of that
+MOST_NORMALIZED = 0.01  # of the bytes: FineWeb's text and its normalized form differ by a hundredth of that
+NAMING = "runs read fineweb_{train,val}_%06d.bin, numbered from 000000 without a gap"
 ATTEMPTS = 4
 FIRST_WAIT_S = 1.0
 POLL_S = 0.5
@@ -231,13 +243,23 @@ def wanted_files(hub: Hub, request: Request) -> list[RemoteFile]:
                         "give --root and --dataset, or another --repo")
     kinds: dict[str, list[str]] = {"train": [], "val": [], "val_bytes": []}
     for name in sorted(found):
-        if match := shards.SHARD_NAME.fullmatch(name):
+        match = shards.SHARD_NAME.fullmatch(name)
+        if match and match["prefix"] == "fineweb":
             kinds[match["kind"]].append(name)
     if not kinds["val"] or len(kinds["train"]) < request.train_shards:
+        others = sorted({name for name in found if name.endswith(".bin")}.difference(*kinds.values()))
+        told = f"; it has {', '.join(others[:3])}, but {NAMING}" if others else ""
         raise DataError(f"{hub.repo}/{folder}: {len(kinds['val'])} validation and {len(kinds['train'])} "
                         "training shards, expected at least 1 and the "
-                        f"{request.train_shards} of --train-shards")
-    names = kinds["val"] + kinds["val_bytes"] + kinds["train"][:request.train_shards]
+                        f"{request.train_shards} of --train-shards{told}")
+    kinds["train"] = kinds["train"][: request.train_shards]
+    for kind, shard_names in kinds.items():
+        for number, name in enumerate(shard_names):
+            if name != f"fineweb_{kind}_{number:06d}.bin":
+                raise DataError(f"{hub.repo}/{folder}/{name}: expected fineweb_{kind}_{number:06d}.bin here; "
+                                f"{NAMING}: take a repository that has them so, or get the files yourself "
+                                "and rename them")
+    names = kinds["val"] + kinds["val_bytes"] + kinds["train"]
     files = [remote_file(found[name], request.directory() / name) for name in names]
     tokenizers = hub.folder(f"{request.root}/tokenizers".lstrip("/")) or {}
     if variant.tokenizer not in tokenizers:
@@ -264,6 +286,12 @@ def remote_file(entry: Any, local: Path) -> RemoteFile:
 # ======================================================================================================
 
 
+RECEIPT_FIELDS: shards.Fields = {"bytes": is_count, "modified_ns": lambda time_ns: type(time_ns) is int,
+                                 "hub_hash": is_string, "sha256": is_string}
+SHARD_FACTS: shards.Fields = {"tokens": is_count, "largest": is_count, "documents": is_count,
+                              "begins_document": lambda begins: isinstance(begins, bool)}
+
+
 @dataclass
 class Receipts:
     """The files that were fetched or found right, by name: valid while its size and time do not change."""
@@ -277,15 +305,21 @@ class Receipts:
     @classmethod
     def load(cls, path: Path) -> Receipts | None:
         """Receipts of a dataset directory, or None where there are none."""
-        try:
-            stored = json.loads(path.read_bytes())
-            return cls(path, stored["repo"], stored["revision"], stored["files"])
-        except FileNotFoundError:
+        stored = read_json(path)
+        if stored is None:
             return None
-        except OSError as error:
-            raise explain_os_error(error, path) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: damaged ({error}); delete it, files are then checked afresh") from error
+        wrong = [name for name in ("repo", "revision") if not is_string(stored.get(name))]
+        files = stored.get("files")
+        if not isinstance(files, dict):
+            wrong.append("files")
+        else:
+            for name in files:
+                wanted = {**RECEIPT_FIELDS, **(SHARD_FACTS if shards.SHARD_NAME.fullmatch(name) else {})}
+                wrong += [f"files.{field}" for field in shards.wrong_in(files, name, wanted)]
+        if wrong:
+            raise DataError(f"{path}: damaged ({', '.join(wrong[:5])}); delete it, files are then checked "
+                            "afresh")
+        return cls(path, stored["repo"], stored["revision"], stored["files"])
 
     def holds(self, file: RemoteFile) -> bool:
         """Whether the local file is known to be the hub's, unchanged since."""
@@ -334,7 +368,7 @@ def shard_facts(path: Path) -> dict[str, Any]:
 def byte_audit(directory: Path, sidecars: list[str], tokenizer: spm.SentencePieceProcessor) -> dict[str, int]:
     """Sums over the byte sidecars of a dataset and over the pieces of their shards, for the manifest.
 
-    Raises DataError where they are further apart than normalised text can be from its original: then the
+    Raises DataError where they are further apart than normalized text can be from its original: then the
     sidecar is not of these tokens, or it counts case marks as text (issue #2138 upstream).
     """
     table = ByteTable.from_sentencepiece(tokenizer)
@@ -349,9 +383,9 @@ def byte_audit(directory: Path, sidecars: list[str], tokenizer: spm.SentencePiec
         sums["sidecar_bytes"] += int(counts.sum(dtype=np.int64))
         sums["piece_bytes"] += table.total(tokens)
     difference = abs(sums["sidecar_bytes"] - sums["piece_bytes"])
-    if difference > MOST_NORMALISED * sums["piece_bytes"]:
+    if difference > MOST_NORMALIZED * sums["piece_bytes"]:
         raise DataError(f"{directory}: the byte sidecars count {sums['sidecar_bytes']} bytes of text, the "
-                        f"pieces of their tokens hold {sums['piece_bytes']}: more than {MOST_NORMALISED:.0%} "
+                        f"pieces of their tokens hold {sums['piece_bytes']}: more than {MOST_NORMALIZED:.0%} "
                         "apart; the repository is not in the challenge's format, give another --repo")
     return sums
 
@@ -494,8 +528,11 @@ def download(request: Request, dry_run: bool) -> None:
             fetch_all(hub, missing, request, receipts)
         for staging in {request.staging(file) for file in files}:
             shutil.rmtree(staging, ignore_errors=True)
-        shards.write_manifest(directory, manifest(request, receipts))
-    print(f"{directory}: complete, {size(sum(file.size_bytes for file in files))}, every hash checked")
+        made = manifest(request, receipts)
+        shards.write_manifest(directory, made)
+    print(f"{directory}: complete, {size(sum(file.size_bytes for file in files))}, every hash checked, "
+          f"commit {hub.revision}")
+    tell_validation(request, directory, made)
 
 
 def receipts_of_kind(request: Request, receipts: Receipts, kind: str) -> list[tuple[str, dict[str, Any]]]:
@@ -570,6 +607,38 @@ def manifest_entry(split: str, receipt: dict[str, Any], documents: list[int]) ->
             "sha256": receipt["sha256"], "documents": documents}
 
 
+def tell_validation(request: Request, directory: Path, stored: dict[str, Any]) -> None:
+    """Print whether the validation text is the challenge's own, as a run will; warn where it should be.
+
+    The hub's hashes come from whoever answers. These facts are of the text itself.
+    """
+    files = shards.names_of_kind(stored["files"], "val")
+    if not files:
+        return
+    pairs = fuse.pairs_of(stored)
+    (tokens,) = fuse.separate(np.concatenate([shards.read_shard(directory / name) for name in files]), pairs)
+    sidecars = shards.names_of_kind(stored["files"], "val_bytes")
+    tokenizer = shards.load_tokenizer(shards.tokenizer_path(directory, stored))
+    if sidecars:
+        bytes_total = sum(int(shards.read_shard(directory / name).sum(dtype=np.int64)) for name in sidecars)
+    else:
+        bytes_total = ByteTable.from_sentencepiece(tokenizer).total(tokens)
+    facts = official.facts_of(tokens, bytes_total, tokenizer.vocab_size())
+    name = official.official_name(facts)
+    print(f"validation: {name}: {facts['targets']} targets, {facts['bytes']} bytes of text, "
+          f"{facts['documents']} documents, sha256 of the first tokens {facts['sha256']}")
+    if name != official.OWN:
+        return
+    texts, _ = official.official_table()
+    expected = [text for variant, text in texts.items() if VARIANTS.get(variant) == request.variant]
+    for text in expected:
+        different = "; ".join(official.differences(facts, text))
+        print(f"warning: {directory}: this is not the challenge's validation set, which "
+              f"{request.variant.repo} should hold: {different}. Scores on it do not compare with those of "
+              "others. Look at the repository's history, and name an earlier commit with --revision",
+              file=sys.stderr)
+
+
 def verify(request: Request) -> None:
     """Re-read a dataset against its manifest, offline. Raises DataError with a list of faults."""
     directory = request.directory()
@@ -582,8 +651,10 @@ def verify(request: Request) -> None:
         if problems:
             advice = "every file is as the manifest says, but they do not belong together; export them again:"
             raise DataError("\n  ".join([f"{directory}: {advice}", *problems]))
+        origin = f"{stored.get('source', 'unknown')} at {stored.get('revision', 'unknown')}"
         print(f"{directory}: {len(stored['files'])} shards and the tokenizer are as the manifest says "
-              f"({stored['source']} at {stored['revision']}), and belong together")
+              f"({origin}), and belong together")
+        tell_validation(request, directory, stored)
         return
     receipts = Receipts.load(directory / RECEIPTS_NAME)
     if receipts is not None:
@@ -638,6 +709,7 @@ def chosen_variant(options: argparse.Namespace) -> Variant:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
+    escape_unprintable()
     command = parser()
     options = command.parse_args(arguments)
     if options.train_shards < 0 or options.workers < 1:

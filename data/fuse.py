@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data import caseops, shards
-from data.files import DataError, exclusive, sha256_file, write_bytes
+from data.files import DataError, escape_unprintable, exclusive, read_json, sha256_file, write_bytes
 from data.progress import Progress
 
 SUFFIX = "_fused"
@@ -40,7 +40,7 @@ Pairs = dict[int, tuple[int, int]]  # the new id of each pair
 
 def choose_pairs(directory: Path, manifest: Mapping[str, Any]) -> Pairs:
     """The pairs of a dataset and the ids that stand for them. DataError for a tokenizer without them."""
-    path = (directory / manifest["tokenizer"]["file"]).resolve()
+    path = shards.tokenizer_path(directory, manifest)
     tokenizer = shards.load_tokenizer(path)
     if caseops.form_of(tokenizer) is not False or manifest.get("fused"):
         raise DataError(f"{directory}: its marks are fused already, or it has none; expected CaseOps data as "
@@ -96,12 +96,6 @@ def pairs_of(manifest: Mapping[str, Any]) -> Pairs:
     return {int(unused): (int(first), int(second)) for unused, (first, second) in fused.items()}
 
 
-def pairs_in(directory: Path) -> Pairs:
-    """The pairs that are fused in the data of this folder; none where no manifest names them."""
-    path = directory / shards.MANIFEST_NAME
-    return pairs_of(json.loads(path.read_bytes())) if path.is_file() else {}
-
-
 # ======================================================================================================
 # A DATASET
 # ======================================================================================================
@@ -111,7 +105,8 @@ def fuse_dataset(source: Path, out: Path, progress: Progress | None = None) -> d
     """Write the dataset `out` from `source`, or its missing part; returns its manifest. DataError."""
     manifest = shards.read_manifest(source)
     pairs = choose_pairs(source, manifest)
-    origin = {"name": manifest["name"], "manifest_sha256": sha256_file(source / shards.MANIFEST_NAME)}
+    origin = {"name": manifest.get("name", source.name),
+              "manifest_sha256": sha256_file(source / shards.MANIFEST_NAME)}
     if (out / shards.MANIFEST_NAME).exists():
         finished = shards.read_manifest(out)
         if finished.get("fused_from") == origin:
@@ -130,7 +125,7 @@ def fuse_dataset(source: Path, out: Path, progress: Progress | None = None) -> d
             files[made] = shards.file_entry(out / made, entry["split"], tuple(entry["documents"]))
         if progress is not None:
             progress.add(entry["bytes"])
-    tokenizer_path = (source / manifest["tokenizer"]["file"]).resolve()
+    tokenizer_path = shards.tokenizer_path(source, manifest)
     new = {**manifest, "name": out.name, "files": dict(sorted(files.items())), "fused_from": origin}
     from_out = Path(os.path.relpath(tokenizer_path, out)).as_posix()
     new["tokenizer"] = {**manifest["tokenizer"], "file": from_out}
@@ -143,7 +138,7 @@ def fuse_dataset(source: Path, out: Path, progress: Progress | None = None) -> d
 def begin_or_resume(out: Path, origin: dict[str, str]) -> None:
     """Note the source of the shards. DataError if existing shards have another one."""
     journal = out / JOURNAL_NAME
-    if journal.exists() and json.loads(journal.read_bytes()) != origin:
+    if read_json(journal) not in (None, origin):
         raise DataError(f"{journal}: holds shards of another source; give another --out")
     if not journal.exists() and any(out.glob("*.bin")):
         raise DataError(f"{out}: holds shards that this tool did not begin; give another --out")
@@ -179,6 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     command.add_argument("dataset", type=Path, help="folder of a finished CaseOps dataset")
     command.add_argument("--out", type=Path, help=f"folder to write (default: DATASET{SUFFIX})")
+    escape_unprintable()
     options = command.parse_args(arguments)
     source = options.dataset.resolve()
     out = (options.out or source.with_name(source.name + SUFFIX)).resolve()
@@ -198,7 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     old = tokens_in(before)
     new = tokens_in(after)
-    print(f"{out}: {old:,} tokens became {new:,}, {1 - new / old:.1%} fewer\n"
+    fewer = 1 - new / old if old else 0.0
+    print(f"{out}: {old:,} tokens became {new:,}, {fewer:.1%} fewer\n"
           f"train with it: DATA_PATH={shlex.quote(str(out))} python train_gpt.py")
     return 0
 

@@ -29,11 +29,11 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data import shards
-from data.files import DataError, explain_os_error, write_bytes
+from data.files import DataError, escape_unprintable, explain_os_error, is_count, write_bytes
 
 NAME = "sample_sp1024"
 TOKENIZER_FILE = "sample_1024_bpe.model"
-RECIPE = 1  # raise it when the way the sample is made changes, so that old ones are recognised
+RECIPE = 1  # raise it when the way the sample is made changes, so that old ones are recognized
 VOCAB_SIZE = 1024
 VAL_DOCUMENTS = 40
 TRAIN_SHARDS = 4
@@ -219,18 +219,21 @@ def text_bytes(documents: list[str]) -> int:
 def describe(directory: Path) -> str:
     """One line per split of a finished sample."""
     manifest = shards.read_manifest(directory)
-    lines = [f"{directory}: {manifest['revision']}"]
-    for split, facts in manifest["splits"].items():
+    lines = [f"{directory}: {manifest.get('revision', 'of unknown origin')}"]
+    for split in ("train", "val"):
+        facts = manifest["splits"][split]
         entries = [entry for entry in manifest["files"].values() if entry["split"] == split]
         start, stop = facts["documents"]
         tokens = sum(entry["tokens"] for entry in entries)
-        lines.append(f"  {split}: {stop - start} documents, {facts['bytes']:,} bytes of text, "
-                     f"{tokens:,} tokens in {len(entries)} shard(s)")
+        text = f"{facts['bytes']:,} bytes of text, " if is_count(facts.get("bytes")) else ""
+        lines.append(f"  {split}: {stop - start} documents, {text}{tokens:,} tokens in {len(entries)} "
+                     "shard(s)")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
+    escape_unprintable()
     parser = argparse.ArgumentParser(description="Make or check the offline sample dataset.")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, metavar="DIR",
                         help="folder for datasets/ and tokenizers/ (default: that of this script)")
@@ -244,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
         if problems:
             build(options.out)
         print(("made " if problems else "complete ") + describe(directory))
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,33 @@ from typing import Any
 import numpy as np
 import sentencepiece as spm
 
-from data.files import DataError, atomic_file, explain_os_error, sha256_file, write_bytes
+from data.files import (
+    DataError,
+    atomic_file,
+    explain_os_error,
+    is_count,
+    is_range,
+    is_string,
+    read_json,
+    sha256_file,
+    write_bytes,
+)
 
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
+LLAMA3_MAGIC = 20240801  # of llm.c's shards for that tokenizer, which have ids of 32 bits
 HEADER_INTS = 256
 HEADER_BYTES = HEADER_INTS * 4
 TOKEN_DTYPE = np.dtype("<u2")
 MAX_VOCAB_SIZE = 1 << 16
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 SPACE_PIECE = "\u2581"
+TOKENS_AT_ONCE = 1 << 22  # whose bytes are counted together: memory does not grow with the text
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
-FILE_FIELDS = {"split", "tokens", "bytes", "sha256", "documents"}
-SHARD_NAME = re.compile(r"(?P<prefix>.+)_(?P<kind>train|val|val_bytes)_(?P<index>\d{6})\.bin")
+SHARD_NAME = re.compile(r"(?P<prefix>[A-Za-z0-9_.-]+?)_(?P<kind>train|val_bytes|val)_"
+                        r"(?P<index>[0-9]{6})\.bin")
 
 
 # ======================================================================================================
@@ -53,22 +65,39 @@ def read_shard_header(path: Path) -> int:
     """Token count of a shard, after checking magic, version and that the file's size is 1024 + 2 * tokens."""
     try:
         with open(path, "rb") as file:
-            header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4")
+            header = file.read(HEADER_BYTES)
             size_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise explain_os_error(error, path) from error
+    if fault := header_fault(header, size_bytes):
+        raise DataError(f"{path}: {fault}")
+    return int.from_bytes(header[8:12], "little", signed=True)
+
+
+def header_fault(header: bytes, size_bytes: int) -> str:
+    """What is wrong with a shard of this size that begins so, and what to do; empty if it is sound."""
+    if header.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS, not the shard itself; run `git lfs pull` where it came from"
     if size_bytes < HEADER_BYTES:
-        raise DataError(f"{path}: {size_bytes} bytes, too short for a shard header of {HEADER_BYTES} bytes; "
-                        "it is truncated, fetch or make it again")
-    magic, version, token_count = (int(value) for value in header[:3])
+        return (f"{size_bytes} bytes, too short for a shard header of {HEADER_BYTES} bytes; it is truncated, "
+                "fetch or make it again")
+    magic, version, token_count = (int(value) for value in np.frombuffer(header, dtype="<i4", count=3))
+    if magic == LLAMA3_MAGIC:
+        return ("a shard of llm.c for Llama 3, with ids of 32 bits; expected uint16 ids of at most 65,536 "
+                "pieces: make shards of the text with data/export.py")
+    if header[:4] == SHARD_MAGIC.to_bytes(4, "big"):
+        return "big-endian numbers, expected little-endian ones; make it again"
     if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        raise DataError(f"{path}: magic {magic} version {version}, expected {SHARD_MAGIC} version "
-                        f"{SHARD_VERSION}; this is not a token shard")
-    expected_bytes = HEADER_BYTES + token_count * TOKEN_DTYPE.itemsize
-    if size_bytes != expected_bytes:
-        raise DataError(f"{path}: {size_bytes} bytes, expected {expected_bytes} for the {token_count} tokens "
-                        "its header announces; it is truncated or damaged, fetch or make it again")
-    return token_count
+        return (f"magic {magic} version {version}, expected {SHARD_MAGIC} version {SHARD_VERSION}; this is "
+                "not a token shard, or it holds ids without a header (data/README.md, Formats)")
+    ids_bytes = size_bytes - HEADER_BYTES
+    if ids_bytes == token_count * TOKEN_DTYPE.itemsize:
+        return ""
+    if ids_bytes == token_count * 4:
+        return (f"{token_count} ids of 4 bytes each, expected uint16; convert them, if the vocabulary has at "
+                "most 65,536 pieces")
+    return (f"{size_bytes} bytes, expected {HEADER_BYTES + token_count * TOKEN_DTYPE.itemsize} for the "
+            f"{token_count} tokens its header announces; it is truncated or damaged, fetch or make it again")
 
 
 def read_shard(path: Path) -> np.ndarray:
@@ -84,6 +113,16 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     with atomic_file(path) as file:
         file.write(shard_header(len(tokens)))
         file.write(np.ascontiguousarray(tokens, dtype=TOKEN_DTYPE).tobytes())
+
+
+def names_of_kind(names: Iterable[str], kind: str) -> list[str]:
+    """The names of shards of one kind (train, val or val_bytes), in order."""
+    found = []
+    for name in sorted(names):
+        match = SHARD_NAME.fullmatch(name)
+        if match and match["kind"] == kind:
+            found.append(name)
+    return found
 
 
 def file_entry(path: Path, split: str, documents: tuple[int, int]) -> dict[str, Any]:
@@ -119,49 +158,100 @@ def document_ranges(document_starts: np.ndarray, shard_edges: list[int],
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Write `manifest.json` of a dataset directory, last of all: its presence says that the rest is there."""
-    text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-    write_bytes(directory / MANIFEST_NAME, text.encode())
+    path = directory / MANIFEST_NAME
+    try:
+        text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+    except RecursionError as error:  # a further field, of the manifest that this one continues
+        raise DataError(f"{path}: a field of the source's manifest is nested too deeply") from error
+    # The name of a file need not be UTF-8. JSON reads the escape of such a byte as Python reads the name.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Manifest of a dataset directory. Raises DataError where it is absent, damaged or of another version."""
     path = directory / MANIFEST_NAME
-    try:
-        manifest = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(f"{path}: not found; the data is unfinished, run the tool that makes it") from None
-    except OSError as error:
-        raise explain_os_error(error, path) from error
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); delete it and make the data again") from error
-    version = manifest.get("version") if isinstance(manifest, dict) else None
+    manifest = read_json(path)
+    if manifest is None:
+        raise DataError(f"{path}: not found; the data is unfinished, run the tool that makes it")
+    version = manifest.get("version")
     if version != MANIFEST_VERSION:
-        raise DataError(f"{path}: manifest version {version!r}, expected {MANIFEST_VERSION}; "
+        shown = repr(version) if isinstance(version, (int, float, str)) else type(version).__name__
+        raise DataError(f"{path}: manifest version {shown[:40]}, expected {MANIFEST_VERSION}; "
                         "make the data again")
-    missing = missing_fields(manifest)
-    if missing:
-        raise DataError(f"{path}: no {', '.join(missing)} in it; delete it and make the data again")
+    if wrong := wrong_fields(manifest):
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise DataError(f"{path}: missing, or not as data/README.md describes: {', '.join(wrong[:5])}{more}; "
+                        "delete it and make the data again")
     return manifest
 
 
-def missing_fields(manifest: dict[str, Any]) -> list[str]:
-    """Fields that every manifest needs and this one lacks, as paths like `files.NAME.sha256`."""
-    needed: dict[str, dict[str, Any]] = {"tokenizer": dict.fromkeys(("file", "sha256", "vocab_size"))}
-    needed["splits"] = {split: {"documents"} for split in ("train", "val")}
+def is_file_reference(value: Any) -> bool:
+    """Whether a value of a manifest can be the path of a file."""
+    if not isinstance(value, str) or not 0 < len(value) < 4096 or "\0" in value:
+        return False
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_audit(value: Any) -> bool:
+    """Whether a value of a manifest can be the sums of an audit."""
+    return isinstance(value, dict) and all(map(is_count, value.values()))
+
+
+def is_table_of_pairs(value: Any) -> bool:
+    """Whether a value of a manifest can be the pairs that data/fuse.py made one token each."""
+    if not isinstance(value, dict):
+        return False
+    ids: list[Any] = []
+    for name, pair in value.items():
+        if not re.fullmatch("[0-9]{1,5}", name, re.ASCII) or not isinstance(pair, list) or len(pair) != 2:
+            return False
+        ids += [int(name), *pair]
+    return all(is_count(token) and token < MAX_VOCAB_SIZE for token in ids)
+
+
+Fields = dict[str, Callable[[Any], bool]]
+TOKENIZER_FIELDS: Fields = {"file": is_file_reference, "sha256": is_string, "vocab_size": is_count}
+SPLIT_FIELDS: Fields = {"documents": is_range}
+FILE_FIELDS: Fields = {"split": lambda split: split in ("train", "val"), "tokens": is_count,
+                       "bytes": is_count, "sha256": is_string, "documents": is_range}
+OPTIONAL_FIELDS: Fields = {"name": is_string, "source": is_string, "revision": is_string,
+                           "fused": is_table_of_pairs, "export": lambda settings: isinstance(settings, dict)}
+
+
+def wrong_fields(manifest: dict[str, Any]) -> list[str]:
+    """Fields that a manifest lacks, or that hold what they cannot hold, as paths like `files.NAME.sha256`."""
+    wrong = [name for name, fits in OPTIONAL_FIELDS.items() if name in manifest and not fits(manifest[name])]
+    wrong += wrong_in(manifest, "tokenizer", TOKENIZER_FIELDS)
+    splits = manifest.get("splits")
     files = manifest.get("files")
-    needed["files"] = {name: FILE_FIELDS for name in files} if isinstance(files, dict) else {}
-    missing = []
-    for section, fields in needed.items():
-        found = manifest.get(section)
-        if not isinstance(found, dict):
-            missing.append(section)
-            continue
-        for name, subfields in fields.items():
-            if name not in found:
-                missing.append(f"{section}.{name}")
-            elif subfields and not (isinstance(found[name], dict) and subfields <= found[name].keys()):
-                missing.append(f"{section}.{name}.({', '.join(sorted(subfields))})")
-    return missing
+    if not isinstance(splits, dict):
+        wrong.append("splits")
+    else:
+        for split in ("train", "val"):
+            wrong += [f"splits.{name}" for name in wrong_in(splits, split, SPLIT_FIELDS)]
+            if isinstance(splits.get(split), dict) and not is_audit(splits[split].get("audit", {})):
+                wrong.append(f"splits.{split}.audit")
+    if not isinstance(files, dict):
+        wrong.append("files")
+    else:
+        for name in files:
+            # Other names would lead out of the folder, or to files that no run reads.
+            named = [] if SHARD_NAME.fullmatch(name) else [name[:80]]
+            wrong += [f"files.{field}" for field in named or wrong_in(files, name, FILE_FIELDS)]
+    return wrong
+
+
+def wrong_in(holder: dict[str, Any], section: str, fields: Fields) -> list[str]:
+    """The same for one section of a manifest."""
+    found = holder.get(section)
+    if not isinstance(found, dict):
+        return [section]
+    return [f"{section}.{name}" for name, fits in fields.items()
+            if name not in found or not fits(found[name])]
 
 
 def verify_file(path: Path, entry: dict[str, Any],
@@ -169,17 +259,18 @@ def verify_file(path: Path, entry: dict[str, Any],
     """The fault of one shard against its manifest entry (size, header, sha256), or None."""
     try:
         size_bytes = path.stat().st_size
+        if size_bytes != entry["bytes"]:
+            return f"{path}: {size_bytes} bytes, the manifest says {entry['bytes']}"
+        tokens = read_shard_header(path)
+        if tokens != entry["tokens"]:
+            return f"{path}: {tokens} tokens, the manifest says {entry['tokens']}"
+        digest = sha256_file(path, on_bytes)
     except FileNotFoundError:
         return f"{path}: missing"
-    if size_bytes != entry["bytes"]:
-        return f"{path}: {size_bytes} bytes, the manifest says {entry['bytes']}"
-    try:
-        tokens = read_shard_header(path)
+    except OSError as error:
+        return str(explain_os_error(error, path))
     except DataError as error:
         return str(error)
-    if tokens != entry["tokens"]:
-        return f"{path}: {tokens} tokens, the manifest says {entry['tokens']}"
-    digest = sha256_file(path, on_bytes)
     if digest != entry["sha256"]:
         return f"{path}: sha256 {digest}, the manifest says {entry['sha256']}"
     return None
@@ -205,21 +296,31 @@ def verify_dataset(directory: Path, on_bytes: Callable[[int], None] | None = Non
     documents that are validation documents too; empty when sound."""
     try:
         manifest = read_manifest(directory)
-        problems = overlaps(directory, manifest["files"])
     except DataError as error:
         return [str(error)]
-    except (TypeError, ValueError) as error:
-        return [f"{directory / MANIFEST_NAME}: not a manifest ({error}); delete it and make the data again"]
+    problems = overlaps(directory, manifest["files"])
     for name, entry in manifest["files"].items():
         if problem := verify_file(directory / name, entry, on_bytes):
             problems.append(problem)
     tokenizer = manifest["tokenizer"]
-    path = (directory / tokenizer["file"]).resolve()
-    if not path.is_file():
-        problems.append(f"{path}: missing")
-    elif (digest := sha256_file(path)) != tokenizer["sha256"]:
-        problems.append(f"{path}: sha256 {digest}, the manifest says {tokenizer['sha256']}")
+    path = tokenizer_path(directory, manifest)
+    try:
+        if not path.is_file():
+            problems.append(f"{path}: missing")
+        elif (digest := sha256_file(path)) != tokenizer["sha256"]:
+            problems.append(f"{path}: sha256 {digest}, the manifest says {tokenizer['sha256']}")
+    except (DataError, OSError) as error:
+        problems.append(str(error))
     return problems
+
+
+def tokenizer_path(directory: Path, manifest: Mapping[str, Any]) -> Path:
+    """Where the manifest of a dataset directory says that the tokenizer is."""
+    path = directory / manifest["tokenizer"]["file"]
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        return path
 
 
 # ======================================================================================================
@@ -229,15 +330,17 @@ def verify_dataset(directory: Path, on_bytes: Callable[[int], None] | None = Non
 
 @dataclass(frozen=True)
 class ByteTable:
-    """UTF-8 bytes that each token stands for, the challenge's accounting. Arrays have shape (vocabulary,).
+    """UTF-8 bytes that each token stands for: those that SentencePiece decodes. Arrays: (vocabulary,).
 
-    A piece counts the bytes of its surface; the one space that a leading U+2581 stands for counts only after
-    a token that is text itself (`is_text`), since a decoder drops the space at the start of a document.
+    U+2581 stands for one space wherever it is in a piece. The one before the piece counts behind a token that
+    is text itself (`is_text`). At the beginning of a document most decoders drop it, as the challenge's do;
+    one that leaves white space as it is keeps it (`keeps_first_space`).
     """
 
     piece_bytes: np.ndarray
     leading_space: np.ndarray
     is_text: np.ndarray
+    keeps_first_space: bool
 
     @classmethod
     def from_sentencepiece(cls, tokenizer: spm.SentencePieceProcessor) -> ByteTable:
@@ -257,15 +360,21 @@ class ByteTable:
             leading_space[token] = piece.startswith(SPACE_PIECE)
             surface = piece.removeprefix(SPACE_PIECE).replace(SPACE_PIECE, " ")
             piece_bytes[token] = len(surface.encode())
-        return cls(piece_bytes, leading_space, is_text)
+        keeps_first_space = tokenizer.decode([tokenizer.piece_to_id(SPACE_PIECE)]) == " "
+        return cls(piece_bytes, leading_space, is_text, keeps_first_space)
 
     def count(self, previous: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Bytes of each `target` token given the token before it; both of shape (tokens,)."""
-        return self.piece_bytes[target] + (self.leading_space[target] & self.is_text[previous])
+        counts_space = self.is_text[previous] | self.keeps_first_space
+        return self.piece_bytes[target] + (self.leading_space[target] & counts_space)
 
     def total(self, tokens: np.ndarray) -> int:
         """Bytes of all `tokens` but the first, which only gives the context (normally BOS)."""
-        return int(self.count(tokens[:-1], tokens[1:]).sum())
+        total = 0
+        for begin in range(0, len(tokens) - 1, TOKENS_AT_ONCE):
+            part = tokens[begin : begin + TOKENS_AT_ONCE + 1]
+            total += int(self.count(part[:-1], part[1:]).sum())
+        return total
 
 
 def load_tokenizer(path: Path) -> spm.SentencePieceProcessor:
@@ -279,3 +388,15 @@ def load_tokenizer(path: Path) -> spm.SentencePieceProcessor:
     if tokenizer.vocab_size() > MAX_VOCAB_SIZE:
         raise DataError(f"{path}: {tokenizer.vocab_size()} pieces, shards hold at most {MAX_VOCAB_SIZE}")
     return tokenizer
+
+
+def unfit(tokenizer: spm.SentencePieceProcessor) -> str:
+    """Why a tokenizer cannot mark documents, or its bytes cannot be counted; empty where it can."""
+    bos = tokenizer.bos_id()
+    if bos != BOS_ID:
+        made = ", as a symbol of the text" if tokenizer.piece_to_id("<s>") == BOS_ID else ""
+        return (f"BOS id {bos}{made}, the format needs {BOS_ID}; train it with pad, bos, eos, unk = 0, 1, 2, "
+                "3 as control symbols")
+    if tokenizer.piece_to_id(SPACE_PIECE) == tokenizer.unk_id():
+        return "no piece for a space alone, so bytes cannot be counted; train another"
+    return ""

@@ -2,7 +2,10 @@
 
 import gc
 import os
+import signal
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +50,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol() -> Generator[None, Any, Any]:
+    """Give every signal back the handler that it had before the test, its fixtures included.
+
+    Some tests run the script's `main` in this process. Its handlers would stay, and Ctrl-C would then end the
+    whole session without a report.
+    """
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        return (yield)
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -161,38 +161,6 @@ def test_the_memory_of_smaller_micro_batches_is_what_the_formula_gives() -> None
     assert len(rows) > 3
 
 
-def test_the_lines_of_each_section_are_about_right(readme: str, repo: Path) -> None:
-    script = (repo / "train_gpt.py").read_text(encoding="utf-8")
-    starts = [(found[1], script[: found.start()].count("\n")) for found in
-              re.finditer(r"^# ([A-Za-z]+) — ", script, re.MULTILINE)]  # fmt: skip
-    stated = re.findall(r"^\| (\w+) \| (\d+) \|", readme, re.MULTILINE)
-    assert [name for name, _ in stated] == [name for name, _ in starts]
-    ends = [*(start for _, start in starts[1:]), script.count("\n")]
-    for (name, lines), (_, start), end in zip(stated, starts, ends, strict=True):
-        assert int(lines) == pytest.approx(end - start, rel=0.15, abs=20), name
-    assert int(re.findall(r"about (\d+) lines", readme)[0]) == pytest.approx(script.count("\n"), rel=0.05)
-
-
-@pytest.mark.parametrize("path", [*PAGES, *OTHER_PAGES[:-1]], ids=lambda path: str(path.relative_to(REPO)))
-def test_a_page_is_short_and_plain(path: Path) -> None:
-    """Per 1,000 words of prose, with one more for short pages; sentences by their mean."""
-    text = path.read_text(encoding="utf-8")
-    prose = re.sub(r"\]\([^)]*\)", "", CODE.sub(" ", text))
-    prose = re.sub(r"<!-- (\w+):begin.*?\1:end -->", "", prose, flags=re.DOTALL)
-    words = len(re.findall(r"[^\W\d]+", prose))
-    for rate, pattern in ((4, ";"), (2.5, r"\bwhat\b"), (2, r"\b(?:take[sn]?|took|taking)\b")):
-        found = re.findall(pattern, prose, re.IGNORECASE)
-        assert len(found) <= rate * words / 1000 + 1, f"{len(found)} of {pattern} in {words} words"
-    paragraphs = re.split(r"\n\s*\n|\n(?=- |\d\. )", re.sub(r"^[|#].*$", "", prose, flags=re.MULTILINE))
-    sentences = [len(one.split()) for part in paragraphs for one in re.split(r"(?<=[.:?!])\s", part) if one]
-    assert sum(sentences) / max(1, len(sentences)) <= 18 and max(sentences, default=0) <= 40
-    # Tables of RESULTS.md that benchmarks write are no reading matter.
-    text = re.sub(r"<!-- measured:begin.*?measured:end -->", "", text, flags=re.DOTALL)
-    lines, most = text.count("\n"), {"README.md": 2200}.get(str(path.relative_to(REPO)), 3500)
-    assert lines <= 250 and len(text.split()) <= most
-    assert path.parent.name != "docs" or lines <= 200
-
-
 def test_the_log_line_that_is_explained_is_from_a_log(repo: Path) -> None:
     (line,) = re.findall(r"^step:\d+/.+$", page("docs/logs.md"), re.MULTILINE)
     logs = (repo / "records").glob("track_*/*/train_seed*.log")

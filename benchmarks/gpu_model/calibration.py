@@ -27,8 +27,9 @@ class Anchor(NamedTuple):
 STEP_MS = (60.1, 87.9)
 # The same on one H100, which also did the optimizer's work of eight (benchmarks/results/h100/page.md).
 MEASURED_MS = (83.1, 122.9)
-# A looped step of 393,216 tokens there: ours with FUSED_HEADS=0, and #1855's (results/h100/step-*.txt).
-BESIDE_1855_MS = (506.9, 558.6)
+# A looped step of 98,304 tokens there, a quarter of one of 393,216: ours with FUSED_HEADS=0, and #1855's
+# (results/h100/README.md, from step-*.txt).
+BESIDE_1855_MS = (126.7, 139.6)
 
 # Logs of 8 H100: records/ of the challenge's repository, and PRs #1493 and #1855 (three seeds). All but
 # the baseline attend by FlashAttention-3. The baseline and #1493 were traced as they are. #1855 was traced as

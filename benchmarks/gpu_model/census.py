@@ -23,6 +23,7 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
 
 from benchmarks.gpu_model import fake_gpu
 from benchmarks.gpu_model.roofline import CARDS
+from data.files import escape_unprintable
 
 if TYPE_CHECKING:  # they import torch, which must wait for the fake GPU
     from benchmarks.gpu_model.tracer import Tracer
@@ -150,6 +151,7 @@ def check_visits(tracer: Tracer, expected: int, phase: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program."""
+    escape_unprintable()
     options = parse(arguments)
     tracer, config, model = build(options, replay=not options.no_inductor)
     from benchmarks.gpu_model import subject

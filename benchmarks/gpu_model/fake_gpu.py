@@ -105,7 +105,7 @@ def _library(name: str, version: str, libraries: tuple[str, ...], folder: Path) 
     command = [compiler, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{torch_folder}/include", str(source)]
     command += ["-o", str(temporary), f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib"]
     command += [f"-l{library}" for library in libraries]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if result.returncode != 0:
         raise Unavailable(f"the GPU model needs {source.name} built, but g++ failed: {result.stderr[-2000:]}")
     temporary.replace(built)

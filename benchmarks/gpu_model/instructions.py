@@ -125,4 +125,4 @@ class Counter:
             binary.write(built.asm["cubin"])
             binary.flush()
             command = [triton.knobs.nvidia.nvdisasm.path, "-c", binary.name]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout

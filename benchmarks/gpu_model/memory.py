@@ -18,6 +18,7 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
 
 import train_gpt
 from benchmarks.gpu_model import subject
+from data.files import escape_unprintable
 
 # Widths of the model that a visit saves besides its MLP, queries, keys and values: lane, mixed lane, its
 # norm, output of attention, the same behind XSA, input of the MLP, and what is under way.
@@ -46,6 +47,7 @@ def predicted_bytes(config: train_gpt.Config, world_size: int, bytes_a_value: in
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program."""
+    escape_unprintable()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="files of settings")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings over each file")

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.files import escape_unprintable
+
 GIB = 2**30
 SMALL_BYTES = 3e7  # of a launch: casts of weights and stacks of their gradients move less
 GAIN_GRADIENT_BYTES = 1.5e8  # of a launch: the gradient of qk_gain reads whole activations
@@ -152,6 +154,7 @@ def memory_line(graph: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program."""
+    escape_unprintable()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("census", nargs="+", help="LABEL.json, written by the census")
     for path in parser.parse_args(arguments).census:

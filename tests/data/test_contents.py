@@ -3,12 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from data import contents, fineweb, shards
 from data.encoding import Encoder
+from tests.data.test_shards import train
 from tests.support import case, tiny
 
 FORMS = ("caseops", "caseops_fused")
@@ -47,7 +49,7 @@ def problems(folder: Path) -> list[str]:
 
 def plain_problems(folder: Path, tokenizer: str = "tokenizer.model") -> list[str]:
     """Of a data set without CaseOps."""
-    files = {path.name: {} for path in folder.glob("fineweb_*.bin")}
+    files: dict[str, Any] = {path.name: {} for path in folder.glob("fineweb_*.bin")}
     manifest = {"tokenizer": {"file": tokenizer}, "splits": {"val": {}}, "files": files}
     return contents.content_problems(folder, manifest)
 
@@ -116,3 +118,76 @@ def test_a_foreign_tokenizer_or_id_is_told(dataset: Path, tmp_path: Path) -> Non
     shards.write_shard(folder / "fineweb_train_000001.bin", tokens)
     (problem,) = plain_problems(folder)
     assert "fineweb_train_000001.bin: token 77 has id 320, the tokenizer has 320 pieces" in problem
+
+
+@pytest.mark.parametrize("options", [{}, {"model_type": "unigram"}, {"add_dummy_prefix": True}], ids=str)
+def test_real_ids_come_back_from_their_own_tokenizer_alone(
+    options: dict[str, Any], tmp_path: Path, shared_data: Path
+) -> None:
+    """Of two tokenizers of the same size each writes ids that the other does not write."""
+    with open(shared_data / "docs_selected.jsonl", encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for _, line in zip(range(1040), lines, strict=False)]
+    given = {"vocab_size": 1024, "hard_vocab_limit": True, "max_sentence_length": 100_000, **options}
+    _, other = train(texts[1000:], **given)
+    official = shards.load_tokenizer(shared_data / "tokenizers/fineweb_1024_bpe.model")
+    tokens = {}
+    for tokenizer in (official, other):
+        ids = [[shards.BOS_ID, *tokenizer.encode(text)] for text in texts[:40]]
+        tokens[tokenizer] = np.concatenate([np.array(row, np.uint16) for row in ids])
+    for writer, reader in ((official, other), (other, official)):
+        assert contents.share_that_comes_back(writer, tokens[writer]) == 1.0
+        assert contents.share_that_comes_back(reader, tokens[writer]) < contents.LEAST_SHARE
+
+
+def write_val(folder: Path, model: bytes, tokens: list[int]) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(model)
+    shards.write_shard(folder / "fineweb_val_000000.bin", np.array(tokens))
+    return folder
+
+
+def test_whatever_an_export_refuses_is_told(tmp_path: Path) -> None:
+    model, tokenizer = train(tiny.documents())
+    text = [shards.BOS_ID, *tokenizer.encode(tiny.documents()[0])]
+    without, lacking = train(tiny.documents(), byte_fallback=False)
+    foreign, _ = train(tiny.documents(), bos_id=2, eos_id=1)
+    cases: list[tuple[bytes, list[int], str]] = [
+        (model, text, ""), (model, [], "does not begin with BOS"), (model, text[1:], "not begin with BOS"),
+        (model, [shards.BOS_ID] * 3, "no bytes to score"), (foreign, text, "BOS id 2"),
+        (without, [1, *lacking.encode("a 日")], "is a character that the tokenizer has no piece for"),
+    ]  # fmt: skip
+    for number, (file, tokens, told) in enumerate(cases):
+        found = plain_problems(write_val(tmp_path / str(number), file, tokens))
+        assert bool(found) == bool(told) and all(told in problem for problem in found), found
+
+
+def test_decoded_bytes_that_differ_from_the_manifests_are_told(tmp_path: Path) -> None:
+    model, tokenizer = train(tiny.documents())
+    text = tiny.documents()[0]
+    folder = write_val(tmp_path / "data", model, [shards.BOS_ID, *tokenizer.encode(text)])
+    files: dict[str, Any] = {"fineweb_val_000000.bin": {}}
+    for noted, sound in ((len(text), True), (len(text) + 1, False)):
+        splits = {"val": {"audit": {"decoded_bytes": noted}}}
+        manifest = {"tokenizer": {"file": "tokenizer.model"}, "splits": splits, "files": files}
+        assert (contents.content_problems(folder, manifest) == []) is sound
+
+
+def test_a_piece_that_counts_other_bytes_is_named(tmp_path: Path) -> None:
+    """By the exporter's audit, wherever it is in a document."""
+    model, tokenizer = train(tiny.documents())
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model)
+    encoder = Encoder(str(path), "plain")
+    texts = ["a 🙂 b", tiny.documents()[0], f"🙂 {tiny.documents()[1]} 日本", "x"]
+    for text in texts:
+        tokens = np.array([shards.BOS_ID, *tokenizer.encode(text)])
+        encoder.audit(text, text, tokens)
+        for wrong in set(tokens[1:].tolist()):
+            if tokenizer.is_byte(wrong):
+                continue
+            first = int(np.flatnonzero(tokens == wrong)[0])
+            encoder.table.piece_bytes[wrong] += 1
+            with pytest.raises(shards.DataError) as error:
+                encoder.audit(text, text, tokens)
+            encoder.table.piece_bytes[wrong] -= 1
+            assert f"at token {first}, piece {tokenizer.id_to_piece(wrong)!r}" in str(error.value)

@@ -354,7 +354,7 @@ def test_unfit_input_is_refused(docs: Path, models: dict[str, Path], tmp_path: P
         return tmp_path / f"{name}.model"
 
     cases = [(train("ids", bos_id=2, eos_id=1), "BOS id 2"),
-             (train("nofallback", byte_fallback=False, vocab_size=60), "pieces count"),
+             (train("nofallback", byte_fallback=False, vocab_size=60), "no piece for '"),
              (tmp_path / "ids.vocab", "not a SentencePiece model"), (tmp_path / "none.model", "not found")]
     for model, expected in cases:
         assert expected in error_of(arguments(docs, model, tmp_path / "out"))

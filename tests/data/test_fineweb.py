@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import sentencepiece as spm
 
-from data import cached_challenge_fineweb, fineweb, shards
+from data import cached_challenge_fineweb, fineweb, official, shards
 from tests.support import hub_server, tiny
 from tests.support.waiting import DEADLINE_SECONDS
 
@@ -211,6 +211,59 @@ def test_other_layouts_are_explained(hub: Hub, files: dict[str, bytes], tmp_path
     hub.files = {"README.md": b""}
     assert "no shards anywhere" in error_of(tmp_path)
     assert "give its --repo" in error_of(tmp_path, "--variant", "sp999")
+
+
+@pytest.mark.parametrize(("names", "told"), [
+    (("fineweb_{}_000001.bin", "fineweb_{}_000002.bin"), "_train_000001.bin: expected fineweb_train_000000"),
+    (("edu_fineweb_{}_000000.bin",), "it has edu_fineweb_train_000000.bin, edu_fineweb_val_000000.bin, but"),
+    (("fineweb_{}_000000.bin", "fineweb_{}_000002.bin"), "_val_000002.bin: expected fineweb_val_000001.bin"),
+    (("fineweb_{}_00000.bin", "fineweb_{}_00001.bin"), "it has fineweb_train_00000.bin"),
+    (("{}.bin",), "it has train.bin, val.bin, but runs read fineweb_"),
+])  # fmt: skip
+def test_shards_that_a_run_would_not_find_are_named_before_they_are_fetched(
+    names: tuple[str, ...], told: str, hub: Hub, files: dict[str, bytes], tmp_path: Path, error_of: Fails
+) -> None:
+    for split in ("train", "val"):
+        for name in [name for name in hub.files if f"_{split}_" in name]:
+            del hub.files[name]
+        for name in names:
+            hub.files[remote(name.format(split))] = files[remote(f"fineweb_{split}_000000.bin")]
+    said = error_of(tmp_path, train_shards=1)
+    assert told in said and "numbered from 000000" in said
+    assert list(tmp_path.iterdir()) == [] and not any("_0" in name for name in hub.requested)
+
+
+def test_the_validation_text_is_held_against_the_official_one(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hub's own hashes cannot say that: they come with the files."""
+    monkeypatch.setattr(official, "official_table", lambda: ({}, 100))
+    arguments = command(tmp_path, train_shards=1)
+    assert fineweb.main(arguments) == 0
+    said = capsys.readouterr()
+    assert "validation: your own: 19999 targets, " in said.out and "warning" not in said.err
+    assert f"commit {hub_server.COMMIT}" in said.out
+    tokens = tiny.joined(directory(tmp_path), "val_")
+    tokenizer = shards.load_tokenizer(tmp_path / "tokenizers/fineweb_1024_bpe.model")
+    bytes_total = shards.ByteTable.from_sentencepiece(tokenizer).total(tokens)
+    mine = official.facts_of(tokens, bytes_total, tokenizer.vocab_size())
+    cases = [(mine, ""), ({**mine, "sha256": None}, ""), ({**mine, "sha256": "0"}, "sha256")]
+    cases += [({**mine, name: 5}, name) for name in ("pieces", "targets", "bytes", "documents")]
+    for expected, wrong in cases:
+        table = {"sp8192": {**mine, "documents": 0}, "sp1024": expected}
+        monkeypatch.setattr(official, "official_table", lambda table=table: (table, 100))
+        for more in ([], ["--verify"]):
+            assert fineweb.main([*arguments, *more]) == 0
+            said = capsys.readouterr()
+            assert ("validation: your own" if wrong else "validation: official (sp1024): ") in said.out
+            told = [line for line in said.err.splitlines() if line.startswith("warning: ")]
+            assert len(told) == bool(wrong) and all(f"{wrong} {mine[wrong]}, expected" in line
+                                                    for line in told)
+    # Another repository may hold whatever it likes.
+    hub.repo = "you/yours"
+    assert fineweb.main([*command(tmp_path / "other", train_shards=1), "--repo", "you/yours"]) == 0
+    said = capsys.readouterr()
+    assert "validation: your own" in said.out and "warning" not in said.err
 
 
 def test_damage_is_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path, error_of: Fails) -> None:

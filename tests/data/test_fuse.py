@@ -88,7 +88,7 @@ def test_a_dataset_is_fused_resumed_and_scored_by_the_same_bytes(
     assert shards.verify_dataset(out) == [] and contents.content_problems(out, manifest) == []
     for path in source.glob("fineweb_[tv]*_00*.bin"):
         if "_val_bytes_" not in path.name:
-            (back,) = fuse.separate(shards.read_shard(out / path.name), fuse.pairs_in(out))
+            (back,) = fuse.separate(shards.read_shard(out / path.name), fuse.pairs_of(manifest))
             assert np.array_equal(back, shards.read_shard(path))
     totals = []
     for folder in (source, out):

@@ -46,9 +46,9 @@ class Full(io.FileIO):
             raise OSError(errno.ENOSPC, "No space left on device", self.name)
         return super().write(data)
 def full(path, mode="r", *given, **more):
-    if mode[0] not in "wa" or "runs" not in str(path):
+    if mode[0] not in "wax" or "runs" not in str(path):
         return real(path, mode, *given, **more)
-    file = io.BufferedWriter(Full(path, mode[0]))
+    file = io.BufferedWriter(Full(path, mode[0], opener=more.get("opener")))
     return file if "b" in mode else io.TextIOWrapper(file, encoding="utf-8")
 builtins.open = full
 """
@@ -93,7 +93,8 @@ def reached(started: Started, mark: str, seconds: float) -> bool:
 def go_on(lab: Lab, ended: Ended) -> Ended:
     """The run brought to its end: as it stands, taken up again, or from the start where nothing was saved."""
     if [*lab.folder.glob("runs/*/summary.json")]:
-        assert ended.status in (0, -signal.SIGKILL, 128 + signal.SIGTERM), ended.err
+        by_signal = [128 + number for number in ENDING]
+        assert ended.status in (0, -signal.SIGKILL, *by_signal), ended.err
         return ended
     saved = [*lab.folder.glob("runs/*/checkpoint.pt")]
     if not saved:
@@ -112,6 +113,27 @@ def end_by(number: int, lab: Lab, reference: Ended, source: random.Random) -> No
     if reached(started, source.choice([*MARKS.values()]), source.uniform(0.0, 0.2)):
         started.send(number)
     assert_whole(go_on(lab, started.wait()), reference)
+
+
+def checkpoint_flipped(lab: Lab, reference: Ended, source: random.Random) -> None:
+    """A bit of a checkpoint turns: it is refused when it is read, or it was one that nothing depends on."""
+    started = lab.start(fault=SLOW, **SAVING)
+    if reached(started, source.choice(["step:1/", "step:3/", "step:5/"]), source.uniform(0.0, 0.1)):
+        started.send(signal.SIGKILL)
+    ended = started.wait()
+    saved = [*lab.folder.glob("runs/*/checkpoint.pt")]
+    if not saved:
+        assert_whole(go_on(lab, ended), reference)
+        return
+    content = bytearray(saved[0].read_bytes())
+    content[source.randrange(len(content))] ^= 1 << source.randrange(8)
+    saved[0].write_bytes(content)
+    resumed = lab.run(**SAVING, RESUME=saved[0].parent)
+    if resumed.status != 0:
+        told(resumed, "cannot be read")
+        shutil.rmtree(lab.folder / "runs")
+        resumed = lab.succeed(**SAVING)
+    assert_whole(resumed, reference)
 
 
 def killed_after_training(lab: Lab, reference: Ended, source: random.Random) -> None:
@@ -199,8 +221,10 @@ def rank_killed(lab: Lab, reference: Ended, source: random.Random) -> None:
             raise Corrupted("stream_hash differs")
 
 
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 KINDS: dict[str, Kind] = {
-    "killed": partial(end_by, signal.SIGKILL), "terminated": partial(end_by, signal.SIGTERM),
+    "killed": partial(end_by, signal.SIGKILL), **{one.name: partial(end_by, one) for one in ENDING},
+    "checkpoint_flipped": checkpoint_flipped,
     "killed_after_training": killed_after_training, "paused": paused, "disk_full": disk_full,
     "shard_corrupted": partial(damage, overwrite_tokens),
     "shard_truncated": partial(damage, lambda path, rng: os.truncate(path, rng.randrange(2 * SHARD_TOKENS))),

@@ -25,7 +25,7 @@ import torch
 import train_gpt
 from data.shards import BOS_ID, write_shard
 from tests.support.processes import ONE_THREAD, SCRIPT, SHORT_END, TINY_RUN, Ended, Lab
-from tests.support.tiny import VOCAB_SIZE, tokens_of
+from tests.support.tiny import VOCAB_SIZE, documents, tokens_of, train_tokenizer
 from tests.support.waiting import DEADLINE_SECONDS
 
 TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
@@ -133,6 +133,39 @@ def shards_with_a_gap(desk: Desk) -> None:
     (desk.data / "fineweb_train_000001.bin").rename(desk.data / "fineweb_train_000007.bin")
 
 
+def renamed(*names: str) -> Callable[[Desk], None]:
+    """The training shards under these names."""
+
+    def make(desk: Desk) -> None:
+        (desk.data / "manifest.json").unlink()
+        found = sorted(desk.data.glob("fineweb_train_*"))
+        for path in found[len(names) :]:
+            path.unlink()
+        # The last one first: a name may be that of the next.
+        for path, name in reversed(list(zip(found, names, strict=False))):
+            path.rename(path.with_name(name))
+
+    return make
+
+
+def in_form(magic: int, version: int, dtype: str, tokens: int = 2000) -> Callable[[Desk], None]:
+    """A training shard as another program writes it."""
+
+    def make(desk: Desk) -> None:
+        (desk.data / "manifest.json").unlink()
+        header = np.zeros(256, dtype[0] + "i4")
+        header[:3] = magic, version, tokens
+        (desk.data / TRAIN).write_bytes(header.tobytes() + np.ones(2000, dtype).tobytes())
+
+    return make
+
+
+def tokenizer_of_other_text(desk: Desk) -> None:
+    (desk.data / "manifest.json").unlink()
+    turned = [text[::-1].swapcase() for text in documents()]
+    (desk.data / "tokenizer.model").write_bytes(train_tokenizer(turned))
+
+
 def manifest_with(**changed: int | None) -> Callable[[Desk], None]:
     """A manifest of all shards but for the tokens of some: other ones, or none at all."""
 
@@ -203,21 +236,37 @@ CASES = [
     case("truncated", truncated, "fineweb_train_000001.bin", FETCH),
     case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "VOCAB_SIZE=320|tokenizer"),
     case("in validation", lambda desk: id_beyond_the_vocabulary(desk, VAL), f"{VAL}|token 500", "VOCAB_SIZE"),
-    case("no BOS", tokens_are(TRAIN, lambda tokens: tokens[1:]), f"{TRAIN}|begins with id",
-         "expected BOS=1|export it again"),
+    case("cut at its beginning", tokens_are(TRAIN, lambda tokens: tokens[1:]),
+         f"{TRAIN}|begins inside a document", "expected BOS=1|numbered from 000000|drop the"),
+    case("no BOS", tokens_are(TRAIN, lambda tokens: np.where(tokens == BOS_ID, 5, tokens)),
+         f"{TRAIN}|begins with id 5 and has no BOS=1", "export it again"),
     case("no text", tokens_are(VAL, lambda _: np.full(2000, BOS_ID)), "validation tokens have no bytes", ""),
     case("short", shorter_than_a_sequence, "no training shard holds", "fetch more"),
     case("byte counts", tokens_are("fineweb_val_bytes_000000.bin", lambda _: np.ones(10)),
          "fineweb_val_bytes_*.bin", "get the data again"),
     case("a gap", shards_with_a_gap, "fineweb_train_000007.bin: expected number 000001", "fetch"),
+    case("numbered from 1", renamed("fineweb_train_000001.bin", "fineweb_train_000002.bin"),
+         "fineweb_train_000001.bin: expected number 000000", "fetch it if it is missing, or rename"),
+    case("five digits", renamed("fineweb_train_00000.bin"), "fineweb_train_00000.bin|5 digits", "rename"),
+    case("other names", renamed("train.bin"), "no token shard among|train.bin", "set DATA_PATH"),
+    case("uint32", in_form(20240520, 1, "<u4"), f"{TRAIN}: uint32 ids", "convert them"),
+    case("Llama 3", in_form(20240801, 7, "<u4"), f"{TRAIN}: a shard of llm.c for Llama 3", "data/export.py"),
+    case("version 2", in_form(20240520, 2, "<u2"), f"{TRAIN}: version 2", "expected 1"),
+    case("big-endian", in_form(20240520, 1, ">u2"), f"{TRAIN}: big-endian", "export it again"),
+    case("no tokens", in_form(20240520, 1, "<u2", 0), f"{TRAIN}: its header says 0 tokens", "export it"),
+    data_file(TRAIN, b"version https://git-lfs.github.com/spec/v1", f"{TRAIN}: a pointer of Git LFS",
+              "git lfs pull"),
+    data_file(TRAIN, np.ones(3000, "<u2").tobytes(), f"{TRAIN}: begins with", "write one (data/README.md"),
+    data_file(TRAIN, b"", f"{TRAIN}: begins with b''", FETCH),
     case("missing shard", manifest_with(_000007=5), "manifest: fineweb_train_000007.bin", "Fetch the data"),
     case("foreign shard", manifest_with(_000001=None), "manifest: fineweb_train_000001", "remove foreign"),
     case("other shard", manifest_with(_000000=5), "manifest: fineweb_train_000000.bin", "Fetch the data"),
-    data_file("manifest.json", b"{", "manifest.json: Expecting", "fetch or export"),
+    data_file("manifest.json", b"{", "manifest.json|Expecting", "fetch or export"),
     # tokenizers
     setting("TOKENIZER_PATH=/no/such.model", "see data/", TOKENIZER_PATH="/no/such.model"),
     setting("TOKENIZER_PATH|320 pieces", "expected VOCAB_SIZE=1024|manifest.json", VOCAB_SIZE=1024),
     data_file("tokenizer.model", b"a tokenizer, it says", "TOKENIZER_PATH=", "see data/"),
+    case("of other text", tokenizer_of_other_text, "TOKENIZER_PATH=|% of the ids", "name the tokenizer that"),
     data_file("manifest.json", OTHERS, "TOKENIZER_PATH=|" + "0" * 64, "name that"),
     # artifacts
     setting("no/model.bin|No such file", "", EVAL_ONLY="no/model.bin"),
@@ -244,7 +293,8 @@ CASES = [
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """`main` catches signals, which is its process's matter."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    caught = [getattr(signal, name) for name in train_gpt.ENDING_SIGNALS]
+    before = {number: signal.getsignal(number) for number in caught}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -284,6 +334,40 @@ def test_a_run_directory_is_never_overwritten(finished: Ended, lab: Lab) -> None
         assert ended.status == 1 and "Traceback" not in ended.err
         assert str(finished.directory) in ended.err
     assert {path: path.read_bytes() for path in finished.directory.iterdir()} == before
+
+
+def test_an_artifact_from_anybody_does_not_say_where_we_write(finished: Ended, lab: Lab) -> None:
+    """EVAL_ONLY takes the settings beside it, but for those of a place; what the user sets counts."""
+    folder = Path(shutil.copytree(finished.directory, lab.folder / "downloaded"))
+    given = (folder / "config.env").read_text("utf-8")
+    deep = lab.folder / "anywhere" / "deep"
+    for name, value in (("RUNS_DIR", deep), ("RUN_ID", "chosen"), ("RESUME_OTHER_CODE", 1)):
+        given += f"{name}={value}\n"
+    (folder / "config.env").write_text(given)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    ended = lab.succeed(**lab.nothing_but(EVAL_ONLY=folder / "model.bin"))
+    (written,) = (lab.folder / "runs").iterdir()
+    assert written.name != "chosen" and not deep.exists() and not deep.parent.exists()
+    summary = json.loads((written / "summary.json").read_text("utf-8"))
+    assert summary["losses"] == finished.summary["losses"], ended.out
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    mine = {"RUNS_DIR": lab.folder / "mine", "RUN_ID": "own", "DATA_PATH": ""}
+    ended = lab.succeed(**lab.nothing_but(EVAL_ONLY=folder / "model.bin", **mine))
+    assert ended.directory.name == "own"
+
+
+def test_a_disk_with_little_room_to_score_is_enough(finished: Ended, lab: Lab) -> None:
+    """A training needs room for checkpoints; a score writes logs alone."""
+    little = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free=2 << 20)\n"
+    lab.succeed(fault=little, EVAL_ONLY=finished.directory / "model.bin", **SHORT_END)
+    ended = lab.run(fault=little, RUN_ID="trained", ARTIFACT_BYTES_MAX=3_000_000)
+    assert ended.status == 1 and "2 MiB are free, a run needs" in ended.err
+
+
+def test_an_empty_folder_of_runs_is_the_default(lab: Lab) -> None:
+    ended = lab.succeed(RUNS_DIR="", RUN_ID="", ITERATIONS=1, **SHORT_END)
+    (written,) = (lab.folder / "runs").iterdir()
+    assert f"run:runs/{written.name}\n" in ended.out
 
 
 NOBODY_READS = """

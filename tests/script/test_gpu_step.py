@@ -59,7 +59,8 @@ def training_of(config: Config) -> Any:
     machine = Machine()
     model = train_gpt.build_model(config)
     batches = itertools.cycle(random_batches(config))
-    loader = SimpleNamespace(micro_steps=2, next_batch=lambda: next(batches), stage_ms=0.0)
+    loader = SimpleNamespace(
+        micro_steps=2, next_batch=lambda: next(batches), stage_ms=0.0, stream_hash=0)
     timer = train_gpt.StepTimer(0, machine.on_gpu)
     run = SimpleNamespace(machine=machine, training=True)
     return SimpleNamespace(

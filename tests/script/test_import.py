@@ -16,7 +16,7 @@ UNREGISTERED = """
 import importlib.util, os, sys, threading
 before = dict(os.environ)
 # A script alone looks for misspelt settings alone: the names of other scripts are in a file that it lacks.
-MISSPELT = "warning: SEEDS=1: no setting; did you mean SEED?"
+MISSPELT = "warning: SEEDS=1: not a setting; did you mean SEED?"
 settings = dict(pair.split("=") for pair in sys.argv[3:])
 for path in sys.argv[1:3]:
     spec = importlib.util.spec_from_file_location("submission", path)

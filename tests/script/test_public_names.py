@@ -95,11 +95,12 @@ def test_widths_and_all_names_in_one_message(tmp_path: Path) -> None:
     message = refusal({"LQER_RANK": "4", "MATRX_LR": "1", "PREFLIGHT_ONLY": "1", "GENERATE": "Once"})
     for pair in ("LQER_RANK=4", "MATRX_LR=1", "PREFLIGHT_ONLY=1", "GENERATE=Once"):
         assert f"{pair}: " in message
-    assert "MATRX_LR=1: no setting; did you mean MATRIX_LR?" in message
+    assert "MATRX_LR=1: not a setting; did you mean MATRIX_LR?" in message
 
 
 @pytest.mark.parametrize(("pair", "meant"), [
     ("SEEDS=1", "SEED"), ("SEDE=3", "SEED"), ("RESUM=1", "RESUME"), ("BETA=1", "BETA"), ("GPT=1", "GPTQ"),
+    ("SEEDS=1 2", "SEED"),
     ("MINLR=1", "MIN_LR"), ("RUNID=1", "RUN_ID"), ("MODE=full", "leave it out"), ("EMA=1", "leave it out"),
     ("TRACE=1", "TRACE_STEPS=A:B"),
 ])  # fmt: skip

@@ -1,17 +1,27 @@
 """A run that was stopped goes on as if it had not been; a damaged or foreign checkpoint is never believed."""
 
+import errno
 import hashlib
+import json
 import math
+import os
 import pickle
+import random
 import re
+import shlex
 import shutil
 import signal
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import train_gpt
+from tests.faults.faults import make_small_shards
+from tests.script.test_signals import SLOW_CLOCK
 from tests.support import tiny
 from tests.support.planted import (
     FORWARD_SECONDS,
@@ -32,7 +42,7 @@ def stop_at(lab: Lab, step: int, number: int = signal.SIGTERM, **changes: Any) -
     ended = lab.start(fault=unignored + signal_at_step(step, number), **changes).wait()
     assert ended.status == 128 + number, ended.err
     assert f"stopped by signal {number}; continue with RESUME={ended.directory}\n" in ended.out
-    assert f"signal {number}: ends after the step under way, with a checkpoint" in ended.err
+    assert f"signal {number}: ends after the step under way, with a checkpoint" in ended.err, ended.err
     assert re.findall(r"^checkpoint:\S+checkpoint.pt step:(\d)$", ended.out, re.M)[-1] == str(step)
     assert not (ended.directory / "summary.json").exists()
     return ended
@@ -160,9 +170,122 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_in_it_runs(damage: str, cop
     path.unlink()
     if damage in DAMAGES:
         path.write_bytes(DAMAGES[damage](content, canary))
-    words = "those of 0.5.4 and older need that version", "a finished run has none"
+    words = "those of 0.5.4 and older need that version", "A finished run has none"
     refused(lab, copy, f"RESUME: {path} cannot be read", *words)
     assert not canary.exists()
+
+
+def read_again(directory: Path) -> dict[str, Any]:
+    """The checkpoint of a run as its own settings and code read it."""
+    state = torch.load(directory / "checkpoint.pt", weights_only=True)
+    settings = {"CONFIG": str(directory / "config.env"), "RESUME": str(directory)}
+    return train_gpt.read_checkpoint(train_gpt.Config.from_env(settings), state["hashes"])
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """The same values, to the last bit, in whatever they are nested."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal(mine, theirs)
+    else:
+        assert one == other
+
+
+def test_a_flipped_bit_anywhere_is_found_or_does_no_harm(copy: Path) -> None:
+    """Of a hundred places in the file. torch itself reads past nearly all of them."""
+    path = copy / "checkpoint.pt"
+    content = path.read_bytes()
+    state = read_again(copy)
+    settings = {"CONFIG": str(copy / "config.env"), "RESUME": str(copy)}
+    config = train_gpt.Config.from_env(settings)
+    source = random.Random(5)
+    found = 0
+    for _ in range(100):
+        flipped = bytearray(content)
+        flipped[source.randrange(len(content))] ^= 1 << source.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            assert_equal(train_gpt.read_checkpoint(config, state["hashes"]), state)
+        except train_gpt.ConfigError as error:
+            assert f"RESUME: {path} cannot be read" in str(error)
+            found += 1
+    assert found > 50
+
+
+def test_noise_in_a_checkpoint_is_refused_when_it_is_read(copy: Path, lab: Lab) -> None:
+    path = copy / "checkpoint.pt"
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 200] = random.Random(6).randbytes(200)
+    path.write_bytes(content)
+    refused(lab, copy, f"RESUME: {path} cannot be read (damaged: ", "another checksum", "copy it again")
+
+
+def link_to(target: Path) -> Callable[[Path], None]:
+    return lambda place: place.symlink_to(target)
+
+
+def hard_link_to(target: Path) -> Callable[[Path], None]:
+    return lambda place: place.hardlink_to(target)
+
+
+FILES_OF_A_RUN = """
+log.txt metrics.jsonl config.env train_gpt.py checkpoint.pt .model.bin.tmp .checkpoint.pt.tmp model.bin
+summary.json trace_rank0.json anything
+""".split()
+
+
+@pytest.mark.parametrize("name", FILES_OF_A_RUN)
+def test_a_run_whose_files_lead_elsewhere_is_not_resumed(name: str, copy: Path, lab: Lab) -> None:
+    """It may have come from anybody, and a run writes to its files."""
+    target = lab.folder / "of the user"
+    for link in (link_to(target), hard_link_to(target), os.mkfifo):
+        place = copy / name
+        content = place.read_bytes() if place.exists() else b"the user's"
+        target.write_bytes(content)
+        place.unlink(missing_ok=True)
+        link(place)
+        before = {path.name: path.lstat().st_mtime_ns for path in copy.iterdir()}
+        # Settings are given, and the checkpoint is not read: either may be the pipe.
+        config = train_gpt.Config.from_env(lab.settings(RESUME=copy))
+        with pytest.raises(train_gpt.ConfigError, match=rf"RESUME=\S+: {re.escape(name)} is a link"):
+            train_gpt.choose_directory(config, train_gpt.Machine())
+        assert target.read_bytes() == content
+        assert before == {path.name: path.lstat().st_mtime_ns for path in copy.iterdir()}
+        place.unlink()
+        target.unlink()
+        if content != b"the user's":
+            place.write_bytes(content)
+
+
+def test_a_link_stops_the_whole_run_with_one_message(copy: Path, lab: Lab) -> None:
+    target = lab.folder / "start file of a shell"
+    target.write_text("# mine\n")
+    (copy / "metrics.jsonl").unlink()
+    (copy / "metrics.jsonl").symlink_to(target)
+    refused(lab, copy, "metrics.jsonl is a link", "put a copy in its place")
+    assert target.read_text() == "# mine\n"
+
+
+def test_nothing_is_written_through_a_link_that_comes_later(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("log.txt", ".model.bin.tmp"):
+        (folder / name).symlink_to(target)
+    run = train_gpt.Run(train_gpt.Machine(), folder)
+    run.log("a line")
+    train_gpt.write_whole(folder / "model.bin", b"new")
+    assert target.read_text() == "mine" and (folder / "model.bin").read_bytes() == b"new"
+    assert not (folder / ".model.bin.tmp").is_symlink()
 
 
 @pytest.mark.parametrize("changes", [{"SEED": 1}, {"MODEL_DIM": 64}, {"MATRIX_LR": 0.5}], ids=str)
@@ -178,9 +301,112 @@ def test_other_data_and_another_tokenizer_are_refused(copy: Path, lab: Lab) -> N
     shard.rename(shard.with_name("kept"))
     refused(other, copy, "shards is ")
     shard.with_name("kept").rename(shard)
-    turned = [text[::-1].swapcase() for text in tiny.documents()]
-    (other.dataset / "tokenizer.model").write_bytes(tiny.train_tokenizer(turned))
+    # The same pieces in a file with another hash: one that did not make the shards is refused before.
+    with open(other.dataset / "tokenizer.model", "ab") as model:
+        model.write(b"\xfa\x3f\x01x")  # a field that no version of the format knows
     refused(other, copy, "tokenizer is ")
+
+
+GONE = {  # what happens to each training shard
+    "removed": "os.remove(path)",
+    "cut": "os.truncate(path, 1200)",
+    "replaced": "open(path, 'wb').write(b'<html>' * 300)",
+    "a folder": "(os.remove(path), os.mkdir(path))",
+}
+
+
+def lose_shards(damage: str) -> str:
+    """In the third step, something happens to all training shards of DATA_PATH."""
+    each = f"[{GONE[damage]} for path in glob.glob(os.environ['DATA_PATH'] + '/*train*')]"
+    return after_step(3, f"import glob, os; {each}")
+
+
+def with_small_shards(lab: Lab) -> Lab:
+    """A dataset of the lab's own, in which a step takes one or two shards."""
+    (lab.folder / "small").mkdir()
+    make_small_shards(lab.folder / "small")
+    return Lab(lab.folder, lab.folder / "small")
+
+
+TWELVE: dict[str, Any] = {**SHORT_END, "ITERATIONS": 12}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
+    """Twelve steps on small shards that stay where they are."""
+    return with_small_shards(Lab(tmp_path_factory.mktemp("whole"), dataset)).succeed(**TWELVE)
+
+
+@pytest.mark.parametrize(("damage", "prefetch"), [*((damage, 1) for damage in GONE), ("cut", 0)])
+def test_a_shard_that_goes_in_training_costs_no_step(
+    damage: str, prefetch: int, lab: Lab, whole: Ended
+) -> None:
+    """What was trained is saved before the run ends, and goes on once the shard is back."""
+    lab = with_small_shards(lab)
+    changes = {**TWELVE, "TRAIN_PREFETCH": prefetch}
+    kept = {path: path.read_bytes() for path in lab.dataset.glob("fineweb_train_*.bin")}
+    ended = lab.run(fault=lose_shards(damage), **changes)
+    assert ended.status == 1 and "step:3" in ended.out
+    assert ended.err.splitlines()[-1] == f"continue with RESUME={ended.directory}", ended.err
+    assert re.search(r"^error: rank 0, step \d+, position .*fineweb_train_\d+.bin: ", ended.err)
+    assert damage == "a folder" or "Traceback" not in ended.err
+    for path, content in kept.items():
+        if path.is_dir():
+            path.rmdir()
+        path.write_bytes(content)
+    last = lab.succeed(RESUME=ended.directory, **changes)
+    for key in ("stream_hash", "artifact", "steps"):
+        assert last.summary[key] == whole.summary[key]
+    assert train_losses(last) == train_losses(whole)
+
+
+def test_a_rank_without_a_batch_ends_all_with_a_checkpoint_of_the_last_step(lab: Lab, whole: Ended) -> None:
+    """Its peer must not take the step alone, nor wait for ever."""
+    lab = with_small_shards(lab)
+    shutil.copytree(lab.dataset, lab.folder / "node2" / "small")
+    loses = {1: {"fault": "os.chdir('node2')\n" + lose_shards("cut")}}  # its own disk, under the same name
+    ranks = lab.ranks(2, each=loses, DATA_PATH="small", **TWELVE)
+    ended, other = (rank.wait() for rank in ranks)
+    assert (ended.status, other.status) == (1, 1)
+    assert "rank 0: error: another rank got no batch; it prints the reason" in ended.err
+    assert re.search(r"rank 1: error: rank 1, step \d+, position .*fineweb_train_\d+.bin: ", other.err)
+    assert ended.err.splitlines()[-1] == f"continue with RESUME={ended.directory}", ended.err
+    last = lab.succeed(RESUME=ended.directory, DATA_PATH="small", **TWELVE)
+    assert last.summary["stream_hash"] == whole.summary["stream_hash"] and last.summary["steps"] == 12
+    assert train_losses(last) == pytest.approx(train_losses(whole), rel=1e-4)
+
+
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the machine leaves the old file or the new one, never an empty one."""
+    done: list[str] = []
+    path = tmp_path / "checkpoint.pt"
+
+    def fsync(descriptor: int) -> None:
+        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+        done.append(f"fsync {kind} {os.fstat(descriptor).st_size if kind == 'file' else ''}".strip())
+
+    replace = os.replace
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("replace"), replace(*names)))
+    train_gpt.write_whole(path, b"12345")
+    assert done == ["fsync file 5", "replace", "fsync folder"] and path.read_bytes() == b"12345"
+
+    def fails(number: int) -> Callable[[int], None]:
+        def fail(_: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    # A full disk may show only here; a file system that cannot do it is no reason to lose a file.
+    monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
+    with pytest.raises(train_gpt.ConfigError, match="No space left"):
+        train_gpt.write_whole(path, b"new")
+    assert path.read_bytes() == b"12345" and [one.name for one in tmp_path.iterdir()] == ["checkpoint.pt"]
+    monkeypatch.setattr(os, "fsync", fails(errno.EINVAL))
+    train_gpt.write_whole(path, b"new")
+    assert path.read_bytes() == b"new"
 
 
 def test_a_full_disk_or_no_memory_costs_a_checkpoint_and_not_the_run(lab: Lab) -> None:
@@ -202,12 +428,22 @@ def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab,
     assert not [*ended.directory.glob(".*")]
     elsewhere = lab.folder / "elsewhere"
     elsewhere.mkdir()
-    fault = f"import tempfile\ntempfile.tempdir = {str(elsewhere)!r}\n" + full_disk("/.model.bin.tmp")
+    fault = f"import tempfile\ntempfile.tempdir = {str(elsewhere)!r}\n" + full_disk("run/.model.bin.tmp")
+    # As the settings are all in the environment of this run, its artifact alone would say little.
     ended = lab.elsewhere("again").run(fault=fault)
-    (kept,) = elsewhere.glob("*model.bin")
+    (kept,) = elsewhere.glob("*/model.bin")
     assert ended.status == 1 and "No space left" in ended.err
-    assert f"EVAL_ONLY={kept} scores the artifact" in ended.err
     assert kept.read_bytes() == (finished.directory / "model.bin").read_bytes()
+    # The command that is printed works as it is, with nothing else set and no room where the run was.
+    (printed,) = re.findall(r"this scores it: (.*)$", ended.err, re.M)
+    words = shlex.split(printed)
+    settings = dict(word.split("=", 1) for word in words if "=" in word)
+    assert words[-2:] == ["python", str(SCRIPT)] and settings["EVAL_ONLY"] == str(kept)
+    lab.elsewhere("third").succeed(**lab.nothing_but(**settings))
+    (summary,) = kept.parent.glob("*/summary.json")
+    losses = json.loads(summary.read_text())["losses"]
+    for name, loss in finished.summary["losses"].items():
+        assert math.isclose(losses[name]["nats"], loss["nats"], rel_tol=1e-6), name
 
 
 DIVERGES = after_step(3, 'given[0].param_groups[0]["params"][0].data[0] = float("nan")')
@@ -265,7 +501,7 @@ def test_a_failure_after_training_tells_the_line_that_goes_on(lab: Lab, finished
 
 def test_the_second_signal_ends_at_once(lab: Lab) -> None:
     """Both are sent in the middle of a step: after one the step is done and saved, after two nothing is."""
-    ended = lab.run(fault=signal_at_step(3, signal.SIGTERM, signal.SIGINT))
+    ended = lab.run(fault=SLOW_CLOCK + signal_at_step(3, signal.SIGTERM, signal.SIGINT))
     assert ended.status == 128 + signal.SIGINT and not (ended.directory / "checkpoint.pt").exists()
     assert "signal 15: ends after the step under way, with a checkpoint" in ended.err
     assert ended.err.splitlines()[-1].endswith("in phase train; nothing is saved to continue with")

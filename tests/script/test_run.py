@@ -34,6 +34,7 @@ LINES = [  # of upstream's dialect, in order; new fields only at the end of a li
     r"warning: SEEDS=1 2: .*did you mean SEED\?$",
     r"train_loader:dataset:\S+ train_shards:2$",
     r"val_loader:shards pattern=\S+fineweb_val_\*.bin tokens:1000 bytes:\d+ comparable:0$",
+    r"validation: your own$",
     r"model_params:\d+$",
     r"world_size:1 grad_accum_steps:4$",
     r"train_batch_tokens:256 train_seq_len:32 iterations:6 warmup_steps:1 max_wallclock_seconds:0\.000$",

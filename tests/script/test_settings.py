@@ -40,7 +40,7 @@ TRACE_STEPS=1:2 PROFILE_STEPS=1:2 : PROFILE_STEPS
 """
 # A misspelt name, and the right one that the message must offer.
 WRONG_NAMES = """
-MATRX_LR:MATRIX_LR TOKENISER_PATH:TOKENIZER_PATH VOCABSIZE:VOCAB_SIZE
+MATRX_LR:MATRIX_LR TOKENISER_PATH:TOKENIZER_PATH GPTQ_DAMPNG:GPTQ_DAMPING
 """
 
 LEFT_ALONE = """
@@ -78,7 +78,7 @@ def values_beyond(field: dataclasses.Field[Any]) -> list[str]:
     if isinstance(field.default, bool):
         return ["2", "-1", "yes", "true", ""]
     if rules["among"]:
-        return [f"no {rules['among'][0]}", ""]
+        return [f"no {rules['among'][0]}"]
     if isinstance(field.default, str):
         odd = ["two\nlines", "bell\a", "bytes \udcff", "line\u2028separator"]  # in no file
         return odd if re.fullmatch(rules["pattern"], "any") else [*odd, "any"]
@@ -115,15 +115,76 @@ def test_what_is_wrong_is_refused_by_name(
     assert environ.get(named, "") in message  # what was got
 
 
+def a_value(field: dataclasses.Field[Any]) -> str:
+    """A value that a setting may have."""
+    default = Config().as_env()[field.name.upper()]
+    return default or ("1:2" if field.name in ("trace_steps", "profile_steps") else "x")
+
+
 def test_near_names_are_refused_and_those_of_systems_left_alone() -> None:
-    for name in FIELDS:
+    for name, field in FIELDS.items():
         for wrong in (name[:-1], name + name[-1], name[0] + name, name[:-2] + name[-1] + name[-2]):
             if len(wrong) >= 6 and wrong not in FIELDS:
                 with pytest.raises(ConfigError, match=wrong):
-                    public_answers({wrong: "1"})
+                    public_answers({wrong: a_value(field)})
     environ = dict.fromkeys(LEFT_ALONE.split(), "1")
     assert Config.from_env(environ) == Config()
     assert public_answers(environ) == []
+
+
+@pytest.mark.parametrize("pair", [
+    "MODEL_DIR=/models", "NUM_THREADS=all", "WARMUP_STEP=auto", "COMPILER=gcc", "ITERATION=first",
+    "TRACE_STEP=all", "TRAIN_LOG_EVER=never", "DEVICES=0,1",
+])  # fmt: skip
+def test_a_near_name_with_a_value_that_does_not_fit_is_anybodys(pair: str) -> None:
+    name, _, value = pair.partition("=")
+    assert train_gpt.similar_setting(name)
+    (line,) = public_answers({name: value})
+    assert line.startswith(f"warning: {pair}: ")
+
+
+@pytest.mark.parametrize("pair", ["BATCH_SIZE=32", "RUN_DIR=/scratch/run", "DATA_DIR=/data", "MATRX_LR=0.1"])
+def test_a_foreign_name_has_two_ways_out(pair: str, tmp_path: Path) -> None:
+    name, _, value = pair.partition("=")
+    with pytest.raises(ConfigError, match=r"unset .*FOREIGN_NAMES") as error:
+        public_answers({name: value})
+    assert f"{pair}: " in str(error.value)
+    config = Config.from_env({name: value, "FOREIGN_NAMES": f"OTHER,{name}"})
+    assert config == Config(foreign_names=f"OTHER,{name}")
+    assert public_answers({name: value}, config.foreign_names) == []
+    # It speaks for these names alone, and never for a setting.
+    with pytest.raises(ConfigError, match=r"MUON_W=0.2: .*did you mean MUON_WD"):
+        public_answers({name: value, "MUON_W": "0.2"}, config.foreign_names)
+    assert Config.from_env({"SEED": "5", "FOREIGN_NAMES": "SEED"}).seed == 5
+    # In a file of settings an unknown name stays an error: nobody else writes there.
+    path = tmp_path / "foreign.env"
+    path.write_text(f"FOREIGN_NAMES={name}\n{pair}\n")
+    with pytest.raises(ConfigError, match=f"line 2: '{pair}'"):
+        Config.from_env({"CONFIG": str(path)})
+
+
+NAMED = [name for name, field in FIELDS.items() if isinstance(field.default, str)]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_empty_means_not_given_for_what_names_something(name: str, tmp_path: Path) -> None:
+    """As Compose and CI files hand on ${NAME:-}: the default, or the value of the file under it."""
+    assert Config.from_env({name: ""}) == Config()
+    value = FIELDS[name].metadata["among"][-1] if FIELDS[name].metadata["among"] else a_value(FIELDS[name])
+    path = tmp_path / "settings.env"
+    path.write_text(f"{name}={value}\n")
+    given = Config.from_env({"CONFIG": str(path), name: ""})
+    assert given == Config.from_env({name: value})
+    path.write_text(f"{name}=\n")
+    assert Config.from_env({"CONFIG": str(path)}) == Config()
+
+
+def test_an_empty_number_is_an_error_that_says_how_to_get_the_default() -> None:
+    for name, field in FIELDS.items():
+        if name not in NAMED:
+            default = re.escape(str(field.default))
+            with pytest.raises(ConfigError, match=f"{name}=''.*unset it to get the default, {default}"):
+                Config.from_env({name: ""})
 
 
 def test_files_are_under_the_environment_and_none_is_none(

@@ -74,6 +74,6 @@ def counted_clock(forward_seconds: float = FORWARD_SECONDS) -> str:
 def full_disk(*ends: str) -> str:
     """There is no room for files whose names end so."""
     return before("builtins.open", f"""
-        if [*given, "r"][1][0] in "wa" and str(given[0]).endswith({ends!r}):
+        if [*given, "r"][1][0] in "wax" and str(given[0]).endswith({ends!r}):
             {NO_SPACE}
     """)  # fmt: skip

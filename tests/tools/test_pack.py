@@ -111,8 +111,8 @@ def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, refusal: Tool) 
         run = run_on(tmp_path / f"runs{more}", environment, val_tokens=1234, val_bytes=TEXT_BYTES)
         folder = pack(tmp_path / f"records{more}", [run])
         found = [f"{finding.check} {finding.text}" for finding in audit(Folder(folder))]
-        said = f"C1 seed 1: its summary counts {TEXT_BYTES} bytes of text, `manifest.json` notes "
-        assert (f"{said}{TEXT_BYTES - 1}" in found, main(["check", str(folder)])) == (more == 1, more)
+        said = f"C1 {TEXT_BYTES} bytes of text are counted, manifest.json has {TEXT_BYTES - 1}"
+        assert (said in found, main(["check", str(folder)])) == (more == 1, more)
     files = {path.name for path in folder.iterdir()}
     assert {"caseops.model", "caseops.py", "manifest.json"} <= files
     section = (folder / "README.md").read_text().split("## Data\n")[1].split("\n## ")[0]

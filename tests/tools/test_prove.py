@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import contextlib
 import functools
 import json
 import re
@@ -10,12 +11,12 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
 import train_gpt
-from data import shards
 from tests.support.processes import ROUNDED, Lab
 from tests.tools.conftest import SHIPPED_CODE, Tool
 from tools.__main__ import main
@@ -39,7 +40,6 @@ from tools.prove import (
 )
 from tools.prove.mutants import sleeping, survivors, trial
 from tools.prove.mutants.legal import LEGAL_OF_DOCUMENTS
-from tools.runs.derive import noted_bytes
 
 SCRIPT = Path(train_gpt.__file__)
 # A few for each probe, the quick ones; `prove --self-test` tries all of them.
@@ -237,25 +237,33 @@ def test_bytes_are_counted_by_tokenizer_or_sidecar_and_who_audits_it_is_told(
     laboratory = mutants.laboratory_in(folder)
     assert {finding.written for finding in mutants.byte_table(subject, laboratory)} == {Level.INFO}
     place = laboratory.folder
+    assert [each.written for each in casing.case_bytes(subject, place)] == [Level.INFO]
+    # A script that does not compare the bytes with those that were audited.
+    read = train_gpt.read_manifest
+    monkeypatch.setattr(train_gpt, "read_manifest", lambda folder: read(folder)._replace(audited_bytes=None))
     *told, counted = casing.case_bytes(subject, place)
     assert (counted.check, counted.written) == ("B10", Level.INFO)
     assert len(told) == 2 and all("one byte more than its manifest notes" in each.text for each in told)
     assert all("data/fineweb.py --verify" in each.remedy for each in told)
-    monkeypatch.setattr(train_gpt, "token_bytes", audited(train_gpt.token_bytes))
-    assert [each.written for each in casing.case_bytes(subject, place)] == [Level.INFO]
 
 
-def audited(token_bytes: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Of a script that compares the sidecar with what its manifest notes."""
+def test_a_space_within_or_behind_a_piece_is_one_byte(
+    subject: probes.Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {each.written for each in probes.many_ids(subject, tmp_path)} == {Level.INFO}
+    honest = train_gpt.piece_bytes
 
-    def table(tokens: np.ndarray, config: train_gpt.Config) -> np.ndarray:
-        data = Path(config.data_path)
-        found = sum(int(shards.read_shard(path).sum()) for path in data.glob("fineweb_val_bytes_*.bin"))
-        if found not in (0, noted_bytes(data / "manifest.json")):
-            raise train_gpt.DataError("the sidecar is not the one of the manifest")
-        return token_bytes(tokens, config)
+    def with_signs(pieces: Any, size: int) -> Any:
+        """Bytes of the pieces as they are spelled: the sign that stands for a space has three."""
+        lengths, spaced, is_text = honest(pieces, size)
+        for i in np.flatnonzero(is_text):
+            if not pieces.is_byte(int(i)):
+                lengths[i] = len(pieces.id_to_piece(int(i)).removeprefix("▁").encode())
+        return lengths, spaced, is_text
 
-    return table
+    monkeypatch.setattr(train_gpt, "piece_bytes", with_signs)
+    (found,) = probes.many_ids(subject, tmp_path)
+    assert (found.check, found.written) == ("B10", Level.FAIL)
 
 
 def finding(check: str, level: Level = Level.INFO, text: str = "fine") -> Finding:
@@ -480,8 +488,10 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
     for more in (0, 1):  # byte of the text than its manifest notes
         noted = {"splits": {"val": {"audit": {"sidecar_bytes": text_bytes - more}}}}
         (data / "manifest.json").write_text(json.dumps(noted))
-        where = {"manifest.json"} if more else set()
-        assert told("config.env", str(lab.dataset).encode(), str(data).encode()) == where
+        with contextlib.ExitStack() as ends:
+            if more:  # the script itself refuses
+                ends.enter_context(pytest.raises(Exception, match=f"has audited {text_bytes - 1}"))
+            assert told("config.env", str(lab.dataset).encode(), str(data).encode()) == set()
 
 
 SLEEPING = """

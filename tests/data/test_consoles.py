@@ -1,0 +1,111 @@
+"""A console that cannot print a character gets it escaped: no tool of data/ ends for it, or drops a line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data import test_sample
+from tests.support import case, tiny
+
+NARROW = ["ascii", "cp932", "latin-1", "cp1252", "gbk"]
+STRANGE = "Übung-数据-🙂"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a strange name with a CaseOps dataset in it; to be read only."""
+    folder = tmp_path_factory.mktemp("made") / STRANGE
+    folder.mkdir()
+    case.make_dataset(folder, "caseops")
+    return folder
+
+
+def run(repo: Path, tool: str, encoding: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(repo / "data" / tool), *arguments]
+    done = subprocess.run(command, capture_output=True, env=environment)
+    done.stdout.decode(encoding)
+    done.stderr.decode(encoding)
+    assert b"Traceback" not in done.stderr
+    return done
+
+
+def seen(name: str, encoding: str) -> bytes:
+    return name.encode(encoding, "backslashreplace")
+
+
+@pytest.mark.parametrize("encoding", NARROW)
+def test_names_of_any_letters_are_printed(encoding: str, made: Path, tmp_path: Path, repo: Path) -> None:
+    name = seen(STRANGE, encoding)
+    verify = ["--verify", "--variant", "x", "--dataset", "caseops", "--out", str(made)]
+    done = run(repo, "fineweb.py", encoding, *verify)
+    assert done.returncode == 0 and name in done.stdout and b"belong together" in done.stdout
+    out = tmp_path / STRANGE
+    done = run(repo, "fuse.py", encoding, str(made / "datasets" / "caseops"), "--out", str(out))
+    assert done.returncode == 0 and name in done.stdout and b"train with it" in done.stdout
+    (out / "manifest.json").write_bytes(b"{")
+    done = run(repo, "fuse.py", encoding, str(out), "--out", str(tmp_path / "more"))
+    assert done.returncode == 1 and done.stderr.startswith(b"error: ") and name in done.stderr
+
+
+@pytest.mark.parametrize("encoding", NARROW[:2])
+def test_documents_of_any_letters_are_exported(encoding: str, made: Path, tmp_path: Path, repo: Path) -> None:
+    docs = tmp_path / f"{STRANGE}.jsonl"
+    rows = [{"text": text} for text in tiny.documents()]
+    docs.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    model = str(made / "tokenizers" / "caseops.model")
+    command = ["--docs", str(docs), "--name", STRANGE, "--out", str(tmp_path), "--workers", "1",
+               "--val-docs", "9", "--variant", "caseops", "--tokenizer", model]  # fmt: skip
+    done = run(repo, "export.py", encoding, *command)
+    assert done.returncode == 0 and seen(STRANGE, encoding) in done.stdout and b"audit of 9" in done.stdout
+    manifest = json.loads((tmp_path / "datasets" / STRANGE / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["source"] == docs.name
+    docs.write_text(json.dumps({"other": STRANGE}, ensure_ascii=False), encoding="utf-8")
+    shutil.rmtree(tmp_path / "datasets")
+    done = run(repo, "export.py", encoding, *command)
+    assert done.returncode == 1 and seen(STRANGE, encoding) in done.stderr
+
+
+TOOLS = ["export.py", "fineweb.py", "fuse.py", "sample.py", "cached_challenge_fineweb.py"]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_errors_and_help_are_printed(tool: str, tmp_path: Path, repo: Path) -> None:
+    missing = str(tmp_path / STRANGE)
+    arguments = {
+        "export.py": ["--docs", missing, "--name", "x", "--train-tokenizer", "300", "--out", missing],
+        "fineweb.py": ["--verify", "--variant", "x", "--out", missing], "fuse.py": [missing],
+        "sample.py": ["--check", "--out", missing],
+        "cached_challenge_fineweb.py": ["--verify", "--variant", "x", "--out", missing],
+    }  # fmt: skip
+    done = run(repo, tool, "ascii", *arguments[tool])
+    assert done.returncode == 1 and seen(STRANGE, "ascii") in done.stderr
+    done = run(repo, tool, "ascii", "--help")
+    assert done.returncode == 0 and b"usage: " in done.stdout
+    done = run(repo, tool, "ascii", "--variant", STRANGE, f"--{STRANGE}")
+    assert done.returncode in (1, 2) and done.stderr
+
+
+def test_the_sample_is_made_and_described(tmp_path: Path, repo: Path) -> None:
+    out = str(tmp_path / STRANGE)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", test_sample.COMMAND, "--out", out]
+    done = subprocess.run(command, capture_output=True, env=environment, cwd=repo)
+    assert (done.returncode, done.stderr) == (0, b"") and seen(out, "ascii") in done.stdout
+
+
+def test_a_file_name_that_is_not_utf8(made: Path, tmp_path: Path, repo: Path) -> None:
+    docs = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe.jsonl"))
+    docs.write_text("".join(json.dumps({"text": text}) + "\n" for text in tiny.documents()), encoding="utf-8")
+    model = str(made / "tokenizers" / "caseops.model")
+    command = ["--docs", str(docs), "--name", "set", "--out", str(tmp_path), "--workers", "1",
+               "--val-docs", "9", "--variant", "caseops", "--tokenizer", model]  # fmt: skip
+    for _ in range(2):  # made, then confirmed
+        assert run(repo, "export.py", "utf-8", *command).returncode == 0
+    manifest = json.loads((tmp_path / "datasets" / "set" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["source"] == docs.name

@@ -1,0 +1,117 @@
+"""Whoever asks a run to end, by whatever signal and however often, gets a checkpoint."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.planted import signal_at_step
+from tests.support.processes import SCRIPT, SHORT_END, Ended, Lab
+from tests.support.waiting import wait_until
+
+WARNINGS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+            signal.SIGXCPU]  # fmt: skip
+# Three seconds pass between any two looks at the clock.
+SLOW_CLOCK = """
+import time, itertools
+ticks = itertools.count()
+time.perf_counter = lambda: 3.0 * next(ticks)
+"""
+
+
+def heard(number: int) -> str:
+    """Python that undoes what the test's own parent may ignore."""
+    return f"import signal; signal.signal({int(number)}, signal.SIG_DFL)"
+
+
+def assert_saved(ended: Ended, number: int, step: int) -> None:
+    assert ended.status == 128 + number, ended.err
+    assert f"stopped by signal {number}; continue with RESUME={ended.directory}\n" in ended.out
+    assert re.findall(r"^checkpoint:\S+ step:(\d+)$", ended.out, re.M)[-1] == str(step)
+
+
+@pytest.mark.parametrize("number", WARNINGS, ids=lambda number: number.name)
+def test_each_signal_that_ends_a_job_saves_first(number: signal.Signals, lab: Lab) -> None:
+    ended = lab.run(fault=heard(number) + signal_at_step(3, number), **SHORT_END)
+    assert_saved(ended, number, 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_that_comes_twice_at_once_is_one_request(number: signal.Signals, lab: Lab) -> None:
+    """Slurm signals torchrun and its ranks, and torchrun passes on what it got."""
+    other = signal.SIGTERM if number != signal.SIGTERM else signal.SIGINT
+    ended = lab.run(fault=heard(number) + signal_at_step(3, number, number, other), **SHORT_END)
+    assert_saved(ended, number, 3)
+
+
+def test_a_limit_of_processor_seconds_repeats_itself_until_the_checkpoint_is_there(lab: Lab) -> None:
+    number = signal.SIGXCPU
+    fault = SLOW_CLOCK + heard(number) + signal_at_step(3, number, number, number)
+    assert_saved(lab.run(fault=fault, **SHORT_END), number, 3)
+
+
+def test_other_signals_stay_what_they_are(lab: Lab) -> None:
+    harmless = signal.SIGCONT, signal.SIGWINCH, signal.SIGURG, signal.SIGCHLD
+    ended = lab.succeed(fault=signal_at_step(3, *harmless), **SHORT_END)
+    assert ended.err == "" and ended.summary["steps"] == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGXCPU, signal.SIGQUIT], ids=lambda one: one.name)
+def test_a_signal_that_the_parent_ignores_stays_ignored(number: signal.Signals, lab: Lab) -> None:
+    ignored = f"import signal; signal.signal({int(number)}, signal.SIG_IGN)"
+    ended = lab.succeed(fault=ignored + signal_at_step(3, number), **SHORT_END)
+    assert ended.err == "" and ended.summary["steps"] == 6
+
+
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(lab: Lab) -> None:
+    number = signal.SIGUSR1
+    each = {1: {"fault": heard(number) + signal_at_step(3, number)}}
+    ended = [rank.wait() for rank in lab.ranks(2, each=each, **SHORT_END)]
+    assert [one.status for one in ended] == [128 + number] * 2, [one.err for one in ended]
+    assert_saved(ended[0], number, 3)
+
+
+TORCHRUN = "from torch.distributed.run import main\nmain()\n"
+
+
+def under_torchrun(lab: Lab, number: int, *options: str) -> tuple[Ended, str]:
+    """Two endless ranks whose torchrun gets a signal. How it ended, and what its ranks printed to the end."""
+    (lab.folder / "torchrun.py").write_text(TORCHRUN)
+    arguments = "--standalone", "--nproc_per_node=2", *options, str(SCRIPT)
+    endless = {**SHORT_END, "ITERATIONS": 10**6, "TRAIN_LOG_EVERY": 1}
+    started = lab.start(*arguments, script=lab.folder / "torchrun.py", **endless)
+    wait_until(lambda: "step:5/" in started.out or not started.process.is_alive())
+    started.send(number)
+    ended = started.wait()
+    wait_until(lambda: "stopped by signal" in started.out)
+    return ended, started.out
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The processes that still run our script in this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if str(SCRIPT).encode() in words and os.readlink(process / "cwd") == str(folder):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_what_torchrun_passes_on_saves_on_every_rank(lab: Lab) -> None:
+    _, out = under_torchrun(lab, signal.SIGTERM)
+    assert re.search(r"^checkpoint:\S+ step:\d+$", out, re.M) and "continue with RESUME=" in out
+    assert (lab.folder / "runs" / "run" / "checkpoint.pt").exists()
+    wait_until(lambda: not ranks_of(lab.folder))
+
+
+def test_ranks_save_and_end_when_torchrun_is_gone(lab: Lab) -> None:
+    """USR1 ends torchrun, which does not handle it: its ranks must not run on alone."""
+    ended, out = under_torchrun(lab, signal.SIGUSR1)
+    assert ended.status != 0 and "continue with RESUME=" in out
+    assert (lab.folder / "runs" / "run" / "checkpoint.pt").exists()
+    wait_until(lambda: not ranks_of(lab.folder))

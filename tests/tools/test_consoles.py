@@ -1,0 +1,206 @@
+"""Consoles that cannot print every character, and files in other encodings: no line is lost."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.runs import make_run, pack
+from tests.tools.conftest import Tool
+from tools.__main__ import VERBS, main
+from tools.compare.sweep import read_sweep
+from tools.runs.folder import Folder
+from tools.runs.logs import read_log
+from tools.runs.runs import RunDirectory, read_events
+from tools.runs.source import read_script
+
+NARROW = ("cp932", "gbk", "latin-1", "cp1252")
+UTF_16 = ("utf-8-sig", "utf-16", "utf-16-le with mark", "utf-16-be with mark")
+
+
+def encoded(text: str, encoding: str) -> bytes:
+    """A text as an editor saves it."""
+    if encoding.endswith("with mark"):
+        return ("\ufeff" + text).encode(encoding.split()[0])
+    return text.encode(encoding)
+
+
+class Printed(NamedTuple):
+    """What a command left: status, standard output, standard error."""
+
+    status: object
+    out: str
+    err: str
+
+
+@contextlib.contextmanager
+def consoles(encoding: str) -> Iterator[tuple[io.TextIOWrapper, io.TextIOWrapper]]:
+    """Both streams on consoles of this encoding, which refuse what they cannot print."""
+    streams = (io.TextIOWrapper(io.BytesIO(), encoding, write_through=True),
+               io.TextIOWrapper(io.BytesIO(), encoding, write_through=True))  # fmt: skip
+    kept = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = streams
+    try:
+        yield streams
+    finally:
+        sys.stdout, sys.stderr = kept
+
+
+def printed(encoding: str, arguments: tuple[object, ...]) -> Printed:
+    with consoles(encoding) as (out, err):
+        try:
+            status: object = main([str(word) for word in arguments])
+        except SystemExit as error:
+            status = error.code
+    texts = []
+    for stream in (out, err):
+        assert isinstance(stream.buffer, io.BytesIO)
+        texts.append(stream.buffer.getvalue().decode(encoding))
+    return Printed(status, *texts)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs and a record, in names and words that no narrow console has."""
+    base = tmp_path_factory.mktemp("Übung-数据")
+    settings = {"NOTE": "Größe 数据 ▁"}
+    run = make_run(base / "runs" / "数据…", 1, config=settings)
+    make_run(base / "runs" / "b", 1, gain=0.1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        pack(base / "records", [run], "--blurb", "größer – 数")
+    (base / "mine.sweep").write_text("# größer\nbase: MATRIX_LR=0.02\n", encoding="utf-8")
+    return base
+
+
+def commands(place: Path) -> list[tuple[object, ...]]:
+    """Commands of every verb that ends in seconds, with good and bad endings."""
+    run, other = place / "runs" / "数据…", place / "runs" / "b"
+    record = place / "records" / "track_demo" / "2026-05-01_Test"
+    return [
+        ("--help",), *((verb, "--help") for verb in VERBS), ("größer",),
+        ("check", record, place / "größer"), ("check", record, "--json"), ("diff", other, run),
+        ("diff", other, run, "--json"), ("diff", other, run, "--html", place / "ü.html"),
+        ("runs", place / "runs"), ("runs", place / "runs", "--json"), ("plot", run, "--out", place / "ü.svg"),
+        ("export", place / "größer", "--to", "tensorboard"), ("timeline", run), ("summary", run),
+        ("translate", "SEED=1 NAME=größer torchrun train_gpt.py"), ("generate", place / "größer.bin", "é"),
+        ("sweep", place / "mine.sweep", "--table", "--runs", place / "runs"), ("prove", place / "größer.py"),
+        ("pack", run, "--name", "größer"), ("board", "--records", place), ("docs", "größer"),
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_what_a_console_cannot_print_is_escaped(place: Path) -> None:
+    """Status and lines are those of UTF-8, and JSON stays JSON. Encodings take turns, but for ASCII."""
+    for number, arguments in enumerate(commands(place)):
+        whole = printed("utf-8", arguments)
+        for encoding in ("ascii", NARROW[number % len(NARROW)]):
+            narrow = printed(encoding, arguments)
+            assert narrow.status == whole.status, (encoding, arguments, narrow.err)
+            for got, wanted in ((narrow.out, whole.out), (narrow.err, whole.err)):
+                shown = wanted.encode(encoding, "backslashreplace").decode(encoding)
+                assert got == shown, (encoding, arguments)
+        if "--json" in arguments:
+            assert whole.out.isascii() and json.loads(whole.out)
+    assert "数" in printed("utf-8", ("runs", place / "runs")).out
+
+
+# Another locale, in which names are bytes and every file opened without an encoding would be ASCII.
+POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+ALL = """
+import sys
+from tools.__main__ import main
+for line in sys.stdin.buffer.read().decode("utf-8", "surrogateescape").split("\\0"):
+    try:
+        status = main([word.encode("utf-8", "surrogateescape").decode(sys.getfilesystemencoding(),
+                       "surrogateescape") for word in line.split("\\x1f")])
+    except SystemExit as error:
+        status = error.code
+    print(f"status {status}", flush=True)
+"""
+
+
+def test_processes_in_a_narrow_locale_end_as_others(place: Path, repo: Path) -> None:
+    wanted = [arguments for arguments in commands(place) if "--help" not in arguments]
+    lines = "\0".join("\x1f".join(map(str, arguments)) for arguments in wanted)
+    base = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "PYTHONIO"))}
+    counts = []
+    for extra in ({"PYTHONUTF8": "1"}, POSIX):
+        command = [sys.executable, "-c", ALL]
+        ended = subprocess.run(
+            command, cwd=repo, env={**base, **extra}, input=lines.encode(), capture_output=True, timeout=300
+        )
+        assert ended.returncode == 0 and b"Traceback" not in ended.stderr, ended.stderr[-2000:]
+        printed_lines = ended.stdout.split(b"\n")
+        counts.append((len(printed_lines), [line for line in printed_lines if line.startswith(b"status ")]))
+    assert counts[0] == counts[1] and len(counts[0][1]) == len(wanted)
+
+
+def test_benchmarks_escape_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import experiments
+
+    monkeypatch.setattr("sys.argv", ["experiments.py", "--help"])
+    with consoles("ascii") as (out, _), pytest.raises(SystemExit) as ended:
+        experiments.main()
+    assert isinstance(out.buffer, io.BytesIO)
+    assert ended.value.code == 0 and b"\\xd7" in out.buffer.getvalue()
+
+
+def test_a_closed_console_ends_no_verb(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert (main(["runs", str(place / "runs")]), main(["check", str(place / "no")])) == (0, 2)
+
+
+@pytest.mark.parametrize("encoding", UTF_16)
+def test_texts_of_a_user_are_read_in_the_encodings_of_editors(
+    encoding: str, tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte order mark says which; lines may end as those of Windows."""
+    path = tmp_path / "größer.sweep"
+    path.write_bytes(encoded("# größer\r\nseeds: 1 2\r\nbase: MATRIX_LR=0.02\r\n", encoding))
+    sweep = read_sweep(path)
+    assert (sweep.seeds, sweep.rows) == (["1", "2"], {"base": {"MATRIX_LR": "0.02"}})
+    run = make_run(tmp_path / "runs" / "a", 1)
+    whole = {name: (run / name).read_text("utf-8") for name in ("log.txt", "config.env", "metrics.jsonl")}
+    before = read_log(run / "log.txt"), RunDirectory(run).config, read_events(run / "metrics.jsonl")
+    for name, text in whole.items():
+        (run / name).write_bytes(encoded(text.replace("\n", "\r\n"), encoding))
+    assert (read_log(run / "log.txt"), RunDirectory(run).config, read_events(run / "metrics.jsonl")) == before
+    # What other programs read as plain UTF-8 is refused in words.
+    (run / "summary.json").write_bytes(encoded((run / "summary.json").read_text("utf-8"), encoding))
+    assert "byte order mark of UTF-" in tool("summary", run, status=2)
+    typed = io.BytesIO(encoded("SEED=3 torchrun x.py\n", encoding))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed))
+    assert tool("translate").startswith("SEED=3 torchrun")
+
+
+def test_what_is_no_text_is_said_to_be_none(tmp_path: Path, tool: Tool) -> None:
+    path = tmp_path / "a.sweep"
+    for data, said in ((b"base: \xff\n", "byte 6 is not UTF-8"), ("base:\n".encode("utf-16-le"), "NUL bytes"),
+                       (b"base: X='open\n", "No closing quotation"), (b"", "no row")):  # fmt: skip
+        path.write_bytes(data)
+        assert said in tool("sweep", path, "--table", status=2)
+    assert "Is a directory" in tool("sweep", tmp_path, "--table", status=2)
+
+
+def test_a_script_and_a_record_with_byte_order_marks_are_read(tmp_path: Path, tool: Tool) -> None:
+    path = tmp_path / "train_gpt.py"
+    path.write_bytes(encoded("x = 1\n", "utf-8-sig"))
+    assert read_script(path).text == "x = 1\n"
+    assert tool("prove", path, "--branches") == ""
+    for data in (b"x = (\n", "x = 1\n".encode("utf-16"), b"\0"):
+        path.write_bytes(data)
+        assert "no source in Python" in tool("prove", path, "--branches", status=2)
+    folder = pack(tmp_path / "records", [make_run(tmp_path / "runs" / "a", 1)])
+    for encoding, name in (("utf-8-sig", "UTF-8"), ("utf-16", "UTF-16")):
+        text = json.dumps(Folder(folder).submission or {"val_bpb": 1.0})
+        (folder / "submission.json").write_bytes(encoded(text, encoding))
+        error = str(Folder(folder).submission_error)
+        assert f"byte order mark of {name}; save it as UTF-8 without one" in error
