@@ -2,6 +2,12 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo seeds test test-slow test-torch gpu-check bench docs lint clean
 
+# A variable that is set but empty, as Compose and CI files hand it on, is not given.
+GIVEN := PYTHON TORCH_VERSIONS TORCH_ENVIRONMENTS CONFIG NAME SEEDS TEST_WORKERS KEEP RUNS_DIR
+GIVEN += GOMP_SPINCOUNT MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_
+is_empty = $(if $(filter-out undefined,$(origin $(1))),$(if $(strip $($(1))),,yes))
+$(foreach name,$(GIVEN),$(if $(call is_empty,$(name)),$(eval override undefine $(name))))
+
 # The Python that makes the environment.
 PYTHON ?= python3
 VENV := .venv
@@ -17,6 +23,9 @@ NAME ?= demo-$(shell date +%Y%m%d-%H%M%S)
 NAME := $(NAME)
 SEEDS ?= 1337 42 2025
 TEST_WORKERS ?= 2
+# Where a run writes: the environment's word, else that of its settings.
+WRITES = $(or $(shell sed -n 's/^RUNS_DIR=//p' "$(CONFIG)" 2>/dev/null),runs)
+RUNS = $(or $(RUNS_DIR),$(WRITES))
 KEEP ?= 0
 KEEP_OPTION = $(if $(filter 1,$(KEEP)),--keep)
 
@@ -54,19 +63,20 @@ demo seeds: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 demo seeds: export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 demo: $(READY) ## train, quantize, score and write text on this machine, in minutes (CONFIG=file NAME=run)
 	@$(RUN) data/sample.py
-	@sed -n 's/^# expect/expect/p' $(CONFIG)
-	@CONFIG=$(CONFIG) RUN_ID=$(NAME) $(RUN) train_gpt.py
-	@$(RUN) -m tools plot runs/$(NAME)
-	@echo; $(RUN) -m tools summary runs/$(NAME)
-	@echo; $(RUN) -m tools generate runs/$(NAME)/model.bin "The function returns"
+	@sed -n 's/^# expect/expect/p' "$(CONFIG)"
+	@CONFIG="$(CONFIG)" RUNS_DIR="$(RUNS)" RUN_ID="$(NAME)" $(RUN) train_gpt.py
+	@$(RUN) -m tools plot "$(RUNS)/$(NAME)"
+	@echo; $(RUN) -m tools summary "$(RUNS)/$(NAME)"
+	@echo; $(RUN) -m tools generate "$(RUNS)/$(NAME)/model.bin" "The function returns"
 
 seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1 2 3" CONFIG=file NAME=run)
 	@$(RUN) data/sample.py
 	@for seed in $(SEEDS); do \
-		CONFIG=$(CONFIG) SEED=$$seed RUN_ID=$(NAME)-seed$$seed $(RUN) train_gpt.py || exit 1; \
-		! grep '^limit:.*EXCEEDED' $${RUNS_DIR:-runs}/$(NAME)-seed$$seed/log.txt || exit 1; \
+		CONFIG="$(CONFIG)" SEED=$$seed RUNS_DIR="$(RUNS)" RUN_ID="$(NAME)-seed$$seed" \
+			$(RUN) train_gpt.py || exit 1; \
+		! grep '^limit:.*EXCEEDED' "$(RUNS)/$(NAME)-seed$$seed/log.txt" || exit 1; \
 	done
-	@echo "pack them: $(RUN) -m tools pack runs/$(NAME)-seed* --name MyRecord --track track_mine"
+	@echo "pack them: $(RUN) -m tools pack $(RUNS)/$(NAME)-seed* --name MyRecord --track track_mine"
 
 # Tests run several programs at once: threads that spin would take time from others.
 test test-slow test-torch: export GOMP_SPINCOUNT ?= 0

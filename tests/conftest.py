@@ -77,7 +77,7 @@ def repo() -> Path:
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder with documents, tokenizers/ and datasets/ of real FineWeb text; skips where absent."""
-    folder = Path(os.environ.get("SHARED_DATA", REPO.parent / "shared")) / "data"
+    folder = Path(os.environ.get("SHARED_DATA") or REPO.parent / "shared") / "data"
     if not folder.is_dir():
         pytest.skip(f"no real FineWeb text at {folder}: set SHARED_DATA to the folder that holds data/")
     return folder

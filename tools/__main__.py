@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from data.files import DataError
+from data.files import DataError, escape_unprintable
 from tools import REPO
 from tools.runs.errors import RecordError
 from tools.runs.writing import Terminal, printable
@@ -56,6 +56,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 the verb's own negative verdict, 2 input that cannot be used."""
+    escape_unprintable()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         parser = build_parser(arguments)
@@ -80,10 +81,16 @@ def _run(args: argparse.Namespace) -> int:
     """Run the verb, and turn its exceptions into an exit status."""
     module_name, _ = VERBS[args.verb]
     try:
-        with contextlib.redirect_stdout(Terminal(sys.stdout)):  # what it prints may come from anybody
+        # What a verb prints may come from anybody. Where the console is closed there is nothing to protect.
+        terminal = Terminal(sys.stdout) if sys.stdout is not None else None
+        with contextlib.redirect_stdout(terminal):
             return int(importlib.import_module(module_name).run(args))
     except (RecordError, DataError) as error:
         print(printable(f"tools {args.verb}: {error}"), file=sys.stderr)
+        return EXIT_USAGE
+    except UnicodeEncodeError as error:
+        sentence = f"this locale has no such name: {error}; set LC_ALL=C.UTF-8"
+        print(printable(f"tools {args.verb}: {sentence}"), file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

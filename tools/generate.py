@@ -37,11 +37,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         model, about = script.load_artifact(args.artifact)
         pieces = load_tokenizer(args.artifact, about.tokenizer_sha256, args.tokenizer)
+        data = script.find_path(settings_of_run(args.artifact.parent).data_path)
+        pairs = script.read_manifest(data).fused
     except (script.ArtifactError, script.ConfigError) as error:
         raise RecordError(f"{error}; name the model.bin of a run of this script") from error
+    except script.DataError as error:
+        raise RecordError(str(error)) from error
     fused = caseops.form_of(pieces)
     prompt = args.prompt if fused is None else caseops.encode(args.prompt, fused)
-    pairs = fuse.pairs_in(script.find_path(settings_of_run(args.artifact.parent).data_path))
     text = generate_text(model, pieces, prompt, args.tokens, args.temperature, args.top_k, args.seed, pairs)
     print(text if fused is None else caseops.read(text, fused))
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.runs.errors import RecordError
+from tools.runs.reading import exact_text
 from tools.runs.writing import write_text
 
 
@@ -64,7 +65,10 @@ def refresh(block: Block, check: bool = False) -> bool:
     """
     if not block.path.is_file():
         raise RecordError(f"{block.path} is missing: write one with the lines {block.begin} and {block.end}")
-    old = block.path.read_text(encoding="utf-8")
+    try:
+        old = exact_text(block.path.read_bytes()).replace("\r\n", "\n")
+    except ValueError as error:
+        raise RecordError(f"{block.path}: {error}") from error
     parts = split_at_marks(old, block.begin, block.end)
     if parts is None:
         raise RecordError(

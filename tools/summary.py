@@ -21,11 +21,12 @@ import sentencepiece
 
 from data import caseops, fuse
 from tools.runs import script
+from tools.runs.derive import validation_set
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
-from tools.runs.rules import VALIDATION_BYTES, VALIDATION_BYTES_TOLERANCE
-from tools.runs.runs import RunDirectory
-from tools.runs.writing import json_text
+from tools.runs.rules import OWN, VALIDATION_BYTES, VALIDATION_BYTES_TOLERANCE
+from tools.runs.runs import SUMMARY, RunDirectory
+from tools.runs.writing import print_json
 
 LEADERBOARD = Path(__file__).parent / "runs" / "leaderboard.json"  # a copy of the public list, with its date
 SCORES = {"roundtrip": "round trip", "sliding_window": "sliding window", "legal_ttt": "test-time training"}
@@ -40,12 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     directory = RunDirectory(args.run_directory)
-    plain = plain_means(args.run_directory / CONFIG, directory.summary)
-    if args.json:
+    try:
+        plain = plain_means(args.run_directory / CONFIG, directory.summary)
         scores = {name: score["bits_per_byte"] for name, score in directory.summary["losses"].items()}
-        print(json_text({"run": directory.run_id, "bits_per_byte": scores, "plain": plain}), end="")
+        shown = lines(directory, plain)
+    except script.DataError as error:
+        raise RecordError(str(error)) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RecordError(
+            f"{directory.path / SUMMARY} is not what a finished run writes ({what}): it was edited or damaged"
+        ) from error
+    if args.json:
+        print_json({"run": directory.run_id, "bits_per_byte": scores, "plain": plain})
     else:
-        print("\n".join(lines(directory, plain)))
+        print("\n".join(shown))
     return 0
 
 
@@ -53,7 +63,9 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
     """The closing lines of a run."""
     summary = directory.summary
     config = summary["config"]
-    found = [f"{directory.run_id}: bits per byte of the validation text, lower is better"]
+    told = validation_set(summary, directory.log)
+    text = f"the validation text ({told})" if told else "the validation text"
+    found = [f"{directory.run_id}: bits per byte of {text}, lower is better"]
     for name, label in SCORES.items():
         score = summary["losses"].get(name)
         value = f"{score['bits_per_byte']:.4f}" if score else "not computed"
@@ -62,14 +74,19 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
         value = f"{plain[label]:.4f}" if label in plain else f"not known: no data at {config['DATA_PATH']}"
         found.append(f"  {label:<20}{value}")
     best = min((score["bits_per_byte"] for score in summary["losses"].values()), default=math.inf)
-    if line := place(best, summary["data"]["val_bytes"]):
+    if told != OWN and (line := place(best, summary["data"]["val_bytes"])):
         found.append(line)
     size = summary["limits"]["artifact_bytes"]
-    found.append(f"size: {size['value']:,} of {size['limit']:,} bytes, code and weights together")
+    cap = f"of {size['limit']:,} bytes" if size["limit"] else "bytes, no limit"
+    found.append(f"size: {size['value']:,} {cap}, code and weights together")
     seconds = summary["train_seconds"]
     speed = f", {summary['tokens'] / seconds:,.0f} tokens per second" if seconds else ""
     counts = f"{summary['steps']:,} steps, {summary['tokens']:,} tokens"
-    found.append(f"training: {counts} in {seconds:.1f} s{speed}")
+    scoring = ""
+    if clocks := directory.log.eval_clocks:
+        scoring = (f"; scoring in {clocks.scoring_seconds:.1f} s,"
+                   f" {clocks.from_artifact_seconds:.1f} s from reading the artifact")  # fmt: skip
+    found.append(f"training: {counts} in {seconds:.1f} s{speed}{scoring}")
     kept = [name for name in ("log.txt", "metrics.jsonl", "model.bin") if (directory.path / name).is_file()]
     drawn = sorted(path.name for path in directory.path.glob("plot.*"))
     found.append(f"files: {directory.path}: {', '.join([*kept, *drawn])}")
@@ -121,7 +138,7 @@ def plain_means(settings: Path, summary: dict[str, Any]) -> dict[str, float]:
 def text_of(tokens: np.ndarray, config: script.Config) -> bytes:
     """The documents of a stream, decoded, one after the other."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(script.find_path(config.tokenizer_path)))
-    (tokens,) = fuse.separate(tokens, fuse.pairs_in(script.find_path(config.data_path)))
+    (tokens,) = fuse.separate(tokens, script.read_manifest(script.find_path(config.data_path)).fused)
     starts = np.flatnonzero(tokens == script.BOS_ID)
     documents = [part[part != script.BOS_ID].tolist() for part in np.split(tokens, starts)]
     text = "".join(pieces.decode(documents))

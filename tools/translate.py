@@ -19,6 +19,7 @@ from pathlib import Path
 from tools import REPO
 from tools.commands import shell_commands
 from tools.runs.errors import RecordError
+from tools.runs.reading import exact_text
 from tools.runs.script import Config, ConfigError, find_path, read_settings, similar_setting
 
 NAMES_FILE = REPO / "configs" / "public_names.json"
@@ -43,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    text = args.command if args.command is not None else sys.stdin.read()
     try:
+        text = args.command if args.command is not None else typed()
         commands = shell_commands(text) or shell_commands(f"{text.strip()} python train_gpt.py")
     except ValueError as error:
         raise RecordError(f"translate: {error}") from error
@@ -56,6 +57,12 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(lines(translation, program(text))))
         refused = refused or bool(translation.refused)
     return 1 if refused else 0
+
+
+def typed() -> str:
+    """What comes on standard input. ValueError where that is no text."""
+    stream = getattr(sys.stdin, "buffer", None)
+    return exact_text(stream.read()) if stream is not None else sys.stdin.read()
 
 
 def program(text: str) -> str:

@@ -99,7 +99,7 @@ class Started:
     def __init__(
         self, environ: Mapping[str, str], arguments: tuple[str, ...], cwd: Path, fault: str, script: Path
     ) -> None:
-        self.runs_dir = Path(environ.get("RUNS_DIR", cwd / "runs"))
+        self.runs_dir = Path(environ.get("RUNS_DIR") or cwd / "runs")
         self.console = cwd / f"console.{random.randrange(10**12)}"
         Path(f"{self.console}.err").touch()
         self.process = SERVER.Process(

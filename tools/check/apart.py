@@ -114,7 +114,7 @@ def _limits() -> ModuleType | None:
 def _limit_memory(limits: ModuleType) -> None:
     if not MAPPED_PAGES.is_file():  # no Linux: other systems do not enforce the limit anyway
         return
-    mapped = int(MAPPED_PAGES.read_text().split()[0]) * limits.getpagesize()
+    mapped = int(MAPPED_PAGES.read_text(encoding="utf-8").split()[0]) * limits.getpagesize()
     _, hard = limits.getrlimit(limits.RLIMIT_AS)
     limits.setrlimit(limits.RLIMIT_AS, (mapped + MEMORY_BYTES_MAX, hard))
 
@@ -133,7 +133,7 @@ def _peak_bytes() -> int:
     """The most memory that this process held so far; 0 where the system does not tell."""
     if not STATUS.is_file():
         return 0
-    found = re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text(), re.MULTILINE)
+    found = re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text(encoding="utf-8"), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
 

@@ -250,10 +250,14 @@ def _wrong_pace(points: list[Point]) -> Point | None:
 
 
 def check_eval_clock(folder: Folder) -> Iterator[Finding]:
-    """C3: the scored evaluation, and all evaluations together, inside ten minutes."""
+    """C3: the scored evaluation, and all evaluations together, inside ten minutes.
+
+    Accepted records time the scoring alone. Whether reading the artifact and compilation count is contested.
+    """
     if not is_record(folder):
         return
     for run in folder.seed_runs:
+        yield from _check_eval_clocks(run)
         score = folder.score(run.log)
         timed = [final for final in run.log.finals if final.eval_seconds and not final.label.endswith(EXACT)]
         printed = run.log.total_eval_seconds
@@ -285,6 +289,26 @@ def check_eval_clock(folder: Folder) -> Iterator[Finding]:
                 where,
                 "skip diagnostic evaluations in a record run",
             )
+
+
+def _check_eval_clocks(run: SeedRun) -> Iterator[Finding]:
+    """C3: the two clocks of an evaluation, as our script prints them: the accepted and the contested one."""
+    clocks = run.log.eval_clocks
+    if clocks is None:
+        return
+    where = run.log.where(clocks.line)
+    if clocks.scoring_seconds > EVAL_SECONDS_MAX:
+        text = f"scoring took {clocks.scoring_seconds:.1f} s > {EVAL_SECONDS_MAX:.0f} s"
+        yield fail("C3", text, where, "speed it up")
+    elif clocks.from_artifact_seconds > EVAL_SECONDS_MAX:
+        yield contested(
+            "C3",
+            f"scoring took {clocks.scoring_seconds:.1f} s, from reading the artifact on it is"
+            f" {clocks.from_artifact_seconds:.1f} s > {EVAL_SECONDS_MAX:.0f} s: accepted records time the"
+            " scoring alone, whether the rest counts is contested",
+            where,
+            "leave room for reading the artifact and for compilation",
+        )
 
 
 def check_hardware(folder: Folder) -> Iterator[Finding]:

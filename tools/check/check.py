@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,7 @@ from tools.check.apart import Auditor
 from tools.check.execute import check_starts
 from tools.check.findings import Finding, Level, Mode
 from tools.runs.folder import Folder
-from tools.runs.writing import printable
+from tools.runs.writing import print_json, printable
 
 EXIT_UNUSABLE = 2  # a path that is no folder; the others are audited all the same
 
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             reports[str(path)] = findings
     if args.json:
         listed = {path: [finding.as_json(mode) for finding in found] for path, found in reports.items()}
-        print(json.dumps(listed, indent=2))
+        print_json(listed)
     else:
         for path, found in reports.items():
             print(render(path, found, mode, args.quiet))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from tools.check import budget, claims, code, layout, packed, score, seeds, within
+from tools.check import budget, claims, code, layout, packed, score, seeds, validation, within
 from tools.check.findings import Finding, fail
 from tools.runs.folder import Folder
 
@@ -26,6 +26,7 @@ CHECKS: tuple[Check, ...] = (
     *code.CHECKS,
     *budget.CHECKS,
     *score.CHECKS,
+    *validation.CHECKS,
     *within.CHECKS,
     *packed.CHECKS,
 )

@@ -21,7 +21,6 @@ from tools.runs.derive import (
     data_facts,
     mapping,
     nested,
-    noted_bytes,
     proof_facts,
     submission,
 )
@@ -248,24 +247,6 @@ def check_data(folder: Folder) -> Iterator[Finding]:
                 yield fail("A4", text, name, REMEDY)
 
 
-def check_bytes(folder: Folder) -> Iterator[Finding]:
-    """C1: every score counts as many bytes of text as the manifest notes of its sidecar, to the byte."""
-    if not folder.ours or not folder.has(MANIFEST):
-        return
-    noted = noted_bytes(folder.file(MANIFEST))
-    if noted is None:
-        return
-    for evidence in _evidence(folder):
-        counted = {"its summary": nested(evidence.summary, "data", "val_bytes")}
-        counted |= {f"line {final.line}": final.val_bytes for final in evidence.log.finals}
-        wrong = [place for place, value in counted.items() if value not in (None, noted)]
-        if wrong:
-            text = f"seed {evidence.seed}: {wrong[0]} counts {counted[wrong[0]]!r} bytes of text,"
-            text += f" `{MANIFEST}` notes {noted!r}"
-            remedy = "get the data again, check them with data/fineweb.py --verify, and run again"
-            yield fail("C1", text, evidence.log.path.name, remedy)
-
-
 def check_derived(folder: Folder) -> Iterator[Finding]:
     """A4: submission.json and README.md are what logs and summaries give when derived again."""
     if not folder.ours or folder.script is None:
@@ -418,7 +399,6 @@ CHECKS = (
     check_seeds,
     check_summaries,
     check_data,
-    check_bytes,
     check_derived,
     check_baseline,
 )

@@ -14,15 +14,15 @@ from typing import Any
 from tools.compare import curves, page, svg
 from tools.compare.codediff import changed_lines, unified
 from tools.compare.settings import UNSET, changed_settings
-from tools.runs.derive import mapping, nested
+from tools.runs.derive import mapping, nested, validation_set
 from tools.runs.errors import RecordError
 from tools.runs.folder import number
 from tools.runs.logs import EXACT, STAGES
-from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P
+from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P, OFFICIAL
 from tools.runs.runs import Group, Run, load_group, output_path, scores
 from tools.runs.script import Config
 from tools.runs.stats import Comparison, Welch, compare, mean, mean_and_deviation, p_text
-from tools.runs.writing import json_text, write_text
+from tools.runs.writing import print_json, write_text
 
 BESIDE_NEW = Path()  # `--html` without a name
 CURVE_ROWS = 12  # steps at which the text compares losses
@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
     found = difference(load_group(args.base), load_group(args.new))
     out = args.html
     if out == BESIDE_NEW:
-        out = output_path(args.new, f"diff_{found.base.name}.html")
+        out = output_path(args.new, f"diff_{args.base.resolve().name}.html")
     if out is not None:
         write_text(out, html(found))
     if args.json:
-        print(json_text(as_json(found)), end="")
+        print_json(as_json(found))
     elif out is not None:
         print(f"{out}: {sentence(found)}")
     else:
@@ -123,6 +123,33 @@ def unlike_conditions(base: Group, new: Group) -> str:
     if not told:
         return ""
     return f"They ran under unlike conditions, so part of the change may be theirs: {'; '.join(told)}."
+
+
+def about_validation(base: Group, new: Group) -> str:
+    """The validation set of both sides, or that theirs are different; empty where a side names none."""
+    of_base = validation_sets(base)
+    of_new = validation_sets(new)
+    if not of_base or not of_new:
+        return ""
+    if of_base == of_new:
+        return f"Validation set of both: {', '.join(sorted(of_base))}."
+    sides = f"{', '.join(sorted(of_base))} against {', '.join(sorted(of_new))}"
+    return f"Warning: they were scored on different validation sets, {sides}: their scores show no gain."
+
+
+def validation_sets(group: Group) -> set[str]:
+    """The validation sets of a group's runs, in words. The official one is one text in any tokenizer."""
+    sets = set()
+    for run in group.runs:
+        said = validation_set(run.summary, run.log)
+        if said.startswith(OFFICIAL):
+            sets.add(OFFICIAL)
+        elif said:
+            counted = nested(run.summary, "data", "val_bytes")
+            if counted is None and run.log.validation_bytes is not None:
+                counted = run.log.validation_bytes.integer
+            sets.add(f"{said} ({counted:,} bytes)" if isinstance(counted, int) else said)
+    return sets
 
 
 def _conditions(group: Group, name: str) -> set[str]:
@@ -181,6 +208,8 @@ METRICS: tuple[Metric, ...] = (
     ("ms per step", lambda run: run.log.step_ms, ".3f"),
     ("train seconds", lambda run: run.log.train_seconds, ".2f"),
     ("eval seconds", lambda run: run.score.eval_seconds if run.score else None, ".1f"),
+    ("eval from the artifact on",
+     lambda run: run.log.eval_clocks.from_artifact_seconds if run.log.eval_clocks else None, ".1f"),
     ("model bytes", lambda run: run.log.model_bytes.bytes if run.log.model_bytes else None, ",.0f"),
 )
 
@@ -387,6 +416,7 @@ def text(found: Difference, show_code: bool) -> str:
     plus, minus = changed_lines(found.code)
     blocks = [
         sentence(found),
+        about_validation(found.base, found.new),
         unlike_conditions(found.base, found.new),
         "\n".join(verdict_lines(found)),
         columns(STAGE_HEADER, stage_rows(found)),
@@ -417,6 +447,7 @@ def as_json(found: Difference) -> dict[str, Any]:
         "base": found.base.name,
         "new": found.new.name,
         "sentence": sentence(found),
+        "validation": about_validation(found.base, found.new),
         "unlike_conditions": unlike_conditions(found.base, found.new),
         "comparison": found.comparison.as_json() if found.comparison else None,
         "reruns": {name: rerun.as_json() for name, rerun in found.reruns.items()},
@@ -433,8 +464,8 @@ def html(found: Difference) -> str:
         code += f"<details><summary>show</summary>{page.code_diff(found.code)}</details>"
     settings = page.table(["setting", "base", "new"], [list(row) for row in found.settings], prose=True)
     phases = page.table(["phase", "base s", "new s"], phase_rows(found))
-    conditions = unlike_conditions(found.base, found.new)
-    verdict = [sentence(found), *([conditions] if conditions else []), *verdict_lines(found)]
+    about = [about_validation(found.base, found.new), unlike_conditions(found.base, found.new)]
+    verdict = [sentence(found), *filter(None, about), *verdict_lines(found)]
     return page.page(
         f"{found.new.name} against {found.base.name}",
         [

@@ -40,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
         if not steps:
             raise RecordError(f"{path}: metrics.jsonl has no step yet; wait for the run, or name another")
         folder = (args.out / path.resolve().name if args.out else path) / args.to
+        for place in (folder, folder / args.to):  # wandb makes one in the other
+            if place.is_symlink():  # the run may be somebody else's
+                raise RecordError(f"{place} is a link, and is not followed; name another place with --out")
         write(module, folder, steps, directory, args.project)
         print(f"{folder}: {len(steps)} steps of {path}")
     return 0

@@ -15,12 +15,12 @@ from typing import Any
 
 from tools.compare.diff import columns
 from tools.compare.settings import UNSET, plain_values
-from tools.runs.derive import nested, stage_scores
+from tools.runs.derive import nested, stage_scores, validation_set
 from tools.runs.errors import RecordError
-from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, SETTINGS_OF_A_START, is_own, read_object
+from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, SETTINGS_OF_A_START, is_own, required_object
 from tools.runs.logs import STAGES, read_log
 from tools.runs.runs import FINISHED, LOG, SUMMARY, settings_of
-from tools.runs.writing import json_text
+from tools.runs.writing import print_json
 
 STAGE_HEADS = dict(zip(STAGES, ("float", "quantized", "windows", "ttt"), strict=True))
 SORT_KEYS = ("name", "steps", "ms", "val_bpb", "bytes")
@@ -38,6 +38,7 @@ class Row:
     scores: dict[str, float] = field(default_factory=dict)  # bits per byte by stage
     bytes: int | None = None
     status: str = ""
+    validation: str = ""  # `your own`, `official (sp8192)`; empty: older runs do not say
 
     @property
     def val_bpb(self) -> float | None:
@@ -69,9 +70,11 @@ def run(args: argparse.Namespace) -> int:
         raise RecordError(f"{places}: no run that fits; expected directories with a {LOG}")
     rows.sort(key=lambda row: sort_key(row, args.sort))
     if args.json:
-        print(json_text([as_json(row) for row in rows]), end="")
+        print_json([as_json(row) for row in rows])
     else:
         print(table(rows))
+        if len({row.validation.partition(" (")[0] for row in rows if row.validation}) > 1:
+            print("warning: scores on different validation sets cannot be compared")
     return 0
 
 
@@ -95,15 +98,24 @@ def run_directories(folders: Sequence[Path]) -> list[Path]:
 def read_row(path: Path) -> Row:
     """The row of a run directory, from its summary if it has one, else from its log."""
     log = read_log(path / LOG)
-    summary: dict[str, Any] = (read_object(path / SUMMARY) if is_own(path / SUMMARY) else None) or {}
+    summary: dict[str, Any] = {}
+    damage = ""
+    if is_own(path / SUMMARY):
+        try:
+            summary = required_object(path / SUMMARY)
+        except RecordError as error:
+            damage = str(error)
     config = path / CONFIG
     settings = plain_values(settings_of(config) if is_own(config) else {})
     seed = settings.get("SEED", UNSET)
     for name in PER_RUN_SETTINGS | SETTINGS_OF_A_START:
         settings.pop(name, None)
     size = nested(summary, "limits", "artifact_bytes", "value")
-    return Row(path, settings, seed, log.steps_done, log.step_ms, stage_scores(log),
-               size if isinstance(size, int) else None, status(path, summary, log.steps))  # fmt: skip
+    return Row(
+        path, settings, seed, log.steps_done, log.step_ms, stage_scores(log),
+        size if isinstance(size, int) else None, damage or status(path, summary, log.steps),
+        validation_set(summary, log),
+    )  # fmt: skip
 
 
 def status(path: Path, summary: dict[str, Any], steps: int | None) -> str:
@@ -140,6 +152,7 @@ def differing_settings(rows: Sequence[Row]) -> list[str]:
 def table(rows: Sequence[Row]) -> str:
     """The table for a terminal."""
     names = differing_settings(rows)
+    tells_validation = any(row.validation for row in rows)
     stages = [stage for stage in STAGES if any(stage in row.scores for row in rows)]
     heads = [
         "run",
@@ -149,6 +162,7 @@ def table(rows: Sequence[Row]) -> str:
         "ms",
         *(STAGE_HEADS[stage] for stage in stages),
         "bytes",
+        *(["validation"] if tells_validation else []),
         "status",
     ]
     cells = []
@@ -163,6 +177,7 @@ def table(rows: Sequence[Row]) -> str:
             UNSET if row.ms is None else f"{row.ms:.1f}",
             *(f"{row.scores[stage]:.5f}" if stage in row.scores else UNSET for stage in stages),
             UNSET if row.bytes is None else f"{row.bytes:,}",
+            *([row.validation or UNSET] if tells_validation else []),
             row.status,
         ])  # fmt: skip
     return columns(heads, cells)
@@ -172,4 +187,5 @@ def as_json(row: Row) -> dict[str, Any]:
     """A row with all its settings."""
     scores = {STAGE_HEADS[stage]: score for stage, score in row.scores.items()}
     return {"run": str(row.path), "seed": row.seed, "steps": row.steps, "ms": row.ms, "val_bpb": row.val_bpb,
-            "scores": scores, "bytes": row.bytes, "status": row.status, "settings": row.settings}  # fmt: skip
+            "scores": scores, "bytes": row.bytes, "validation": row.validation or None,
+            "status": row.status, "settings": row.settings}  # fmt: skip

@@ -19,7 +19,7 @@ from tools.compare import curves
 from tools.runs.errors import RecordError
 from tools.runs.logs import EXACT
 from tools.runs.runs import LOG, SUMMARY, Run, load_group, output_path
-from tools.runs.writing import figure_path, json_text, pyplot_without_display, write_figure
+from tools.runs.writing import figure_path, print_json, pyplot_without_display, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     draw(runs, out)
     statistics_of_runs = [step_statistics(found) for found in runs]
     if args.json:
-        print(json_text({"file": str(out), "runs": statistics_of_runs}), end="")
+        print_json({"file": str(out), "runs": statistics_of_runs})
         return 0
     print(out)
     for found in statistics_of_runs:

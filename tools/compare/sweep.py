@@ -31,7 +31,8 @@ from tools.compare import overview
 from tools.compare.diff import columns
 from tools.compare.settings import UNSET, plain_values
 from tools.runs.errors import RecordError
-from tools.runs.folder import CONFIG, read_object
+from tools.runs.folder import CONFIG, required_object
+from tools.runs.reading import exact_text
 from tools.runs.runs import FINISHED, SUMMARY, settings_of
 from tools.runs.script import Config, ConfigError, similar_setting
 from tools.runs.stats import deviation, mean, p_text
@@ -81,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
 def read_sweep(path: Path) -> Sweep:
     """The sweep that a file describes. RecordError with the line that cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = exact_text(path.read_bytes()).splitlines()
+    except (OSError, ValueError) as error:
         raise RecordError(f"{path}: {error}; expected lines of NAME: SETTING=VALUE …") from error
     found: dict[str, list[str]] = {}
     for number, line in enumerate(lines, 1):
@@ -92,7 +93,10 @@ def read_sweep(path: Path) -> Sweep:
         if match is None or match[1] in found:
             what = "a name that is there already" if match else "no NAME: SETTING=VALUE …"
             raise RecordError(f"{path} line {number}: {line.strip()!r} is {what}")
-        found[match[1]] = shlex.split(match[2])
+        try:
+            found[match[1]] = shlex.split(match[2])
+        except ValueError as error:
+            raise RecordError(f"{path} line {number}: {line.strip()!r}: {error}") from error
     everywhere = assignments(path, "all", found.get("all", []))
     rows = {name: {**everywhere, **assignments(path, name, words)}
             for name, words in found.items() if name not in RESERVED}  # fmt: skip
@@ -143,7 +147,7 @@ def run_one(sweep: Sweep, row: str, seed: str, folder: Path) -> str:
         exit_status = start(sweep.start, variables)
         if exit_status != 0 or not is_finished(directory):
             return f"{directory} ended with exit status {exit_status}"
-    over = overview.failed_limits(read_object(directory / SUMMARY) or {})
+    over = overview.failed_limits(required_object(directory / SUMMARY))
     return f"{directory} did not keep its limits: {', '.join(over)}" if over else ""
 
 
@@ -158,8 +162,9 @@ def start(command: Sequence[str], variables: dict[str, str]) -> int:
 
 
 def is_finished(directory: Path) -> bool:
-    """Whether the run wrote its summary."""
-    return (read_object(directory / SUMMARY) or {}).get("exit") == FINISHED
+    """Whether the run wrote its summary. RecordError for a damaged one, or the run would be made again."""
+    path = directory / SUMMARY
+    return path.is_file() and required_object(path).get("exit") == FINISHED
 
 
 def refuse_other_settings(directory: Path, settings: dict[str, str]) -> None:

@@ -30,10 +30,12 @@ from tools.runs.derive import (
     compare_with,
     data_facts,
     hardware,
+    is_limited,
     mapping,
     nested,
     proof_facts,
     submission,
+    validation_set,
 )
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
@@ -53,8 +55,10 @@ from tools.runs.folder import (
     SUBMISSION,
     SUMMARY_NAME,
     Folder,
+    is_own,
     number,
     read_object,
+    required_object,
     shared_source,
     source_link,
 )
@@ -62,6 +66,7 @@ from tools.runs.hardware import GPU_MODEL, compact
 from tools.runs.rules import (
     ARTIFACT_BYTES_MAX,
     EVAL_SECONDS_MAX,
+    OWN,
     RECORD_GPU,
     RECORD_TEXT,
     RECORD_TRACK,
@@ -84,7 +89,7 @@ from tools.runs.runs import (
 )
 from tools.runs.source import decoded, parses, read_script, same_program, unwrap
 from tools.runs.techniques import attribution
-from tools.runs.writing import json_text, write_text
+from tools.runs.writing import json_text, print_json, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
 TRACK = re.compile(r"track_[A-Za-z0-9_]+")
@@ -168,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     if args.json:
-        print(json_text({"folder": str(destination), **packed}), end="")
+        print_json({"folder": str(destination), **packed})
     else:
         print(f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)")
         if missing:
@@ -185,9 +190,10 @@ def proof_of(path: Path | None, sha256: str) -> dict[str, Any] | None:
     """The report of `prove --json` on the source of this hash. RecordError where it is another's, or none."""
     if path is None:
         return None
-    report = read_object(path)
-    if report is None:
-        raise RecordError(f"--proof {path}: no report; python -m tools prove SCRIPT --json writes one")
+    try:
+        report = required_object(path)
+    except RecordError as error:
+        raise RecordError(f"--proof: {error}; python -m tools prove SCRIPT --json writes one") from error
     proof_facts(report, sha256)
     return report
 
@@ -274,6 +280,8 @@ def no_record_because(directory: RunDirectory) -> list[str]:
         shown = "no limit" if not seconds else f"{seconds:g}"
         reasons.append(f"MAX_WALLCLOCK_SECONDS is {shown}, at most {TRAIN_SECONDS_MAX:g} are allowed")
     reasons += _clocks_exceeded(directory.summary)
+    if validation_set(directory.summary, directory.log) == OWN:
+        reasons.append("it was scored on a text of your own, not on the challenge's validation set")
     text_bytes = nested(directory.summary, "data", "val_bytes")
     if isinstance(text_bytes, int) and abs(text_bytes / VALIDATION_BYTES - 1) > VALIDATION_BYTES_TOLERANCE:
         reasons.append(
@@ -388,6 +396,12 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
             f"{directory.path / CONFIG} says {key}={directory.config.get(key, 'nothing')}, the run ended with"
             f" {ran.get(key, 'no such setting')}: it was resumed with another setting, or the file was edited"
         )
+    counted, audited = nested(summary, "data", "val_bytes"), nested(summary, "data", "audited_bytes")
+    if audited not in (None, counted) and not is_limited(summary):
+        reasons.append(
+            f"{directory.path} counted {counted!r} bytes of text, its data were audited with {audited!r}: its"
+            " bits per byte are wrong"
+        )
     if summary.get("comparable") is False:
         reasons.append(
             f"{directory.path} is marked not comparable: validation was limited or another text was scored"
@@ -407,7 +421,7 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     """The form that the run counted, or a wrapped one; a wrapped script is proved to be the same program."""
     source = directory.script.raw
     counted = directory.path / SHIPPED
-    shipped = counted.read_bytes() if counted.is_file() else source
+    shipped = counted.read_bytes() if is_own(counted) else source
     if wrapped and shipped == source:
         from tools.runs.script import shipped_code  # loads torch, which nothing else here needs
 
@@ -445,6 +459,8 @@ def write_folder(
         shutil.copyfile(directory.path / LOG, folder / LOG_NAME.format(seed=seed))
         shutil.copyfile(directory.path / SUMMARY, folder / SUMMARY_NAME.format(seed=seed))
         for nats in directory.path.glob(NATS_NAME.format(label="*")):  # what `prove --replay` compares
+            if not is_own(nats):
+                raise RecordError(f"{nats} is a link that leaves the run directory: a record holds files")
             shutil.copyfile(nats, folder / f"{nats.stem}_seed{seed}{nats.suffix}")
     write_bytes(folder / SCRIPT, code.script)
     readable = shared
@@ -570,7 +586,7 @@ def requirements(summary: dict[str, Any], attention: Sequence[str]) -> str:
     A package of which nothing was recorded is named without a version; one that the run recorded as missing
     is left out. attention: the kernels that the run chose.
     """
-    versions = nested(summary, "versions") or {}
+    versions = mapping(summary, "versions")
     release, _, build = str(versions.get("torch", "")).partition("+")
     lines = []
     if BUILD.fullmatch(build):

@@ -2,7 +2,7 @@
 # At home: copy the runs of a rented machine here, once, or every EVERY seconds until run.sh has ended there.
 #   EVERY=60 PORT=22 bash tools/pod/fetch.sh root@HOST [FOLDER_THERE]
 set -euo pipefail
-if [ $# -lt 1 ]; then
+if [ -z "${1:-}" ]; then
     echo "usage: EVERY=60 PORT=22 bash tools/pod/fetch.sh USER@HOST [FOLDER_THERE]" >&2
     exit 2
 fi

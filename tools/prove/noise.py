@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.files import escape_unprintable
 from tools.prove import full_size, probes, questions, ranks, tiny
 from tools.runs.load import load_script
 
@@ -106,13 +107,14 @@ def measured(script: ModuleType, seed: int, folder: Path) -> dict[str, float]:
 
 def main(arguments: list[str]) -> None:
     """SCRIPT SEED …"""
+    escape_unprintable()
     torch.set_num_threads(1)
     script: Any = load_script(Path(arguments[0]).resolve())
     for seed in map(int, arguments[1:]):
         with tempfile.TemporaryDirectory() as folder:
             found = measured(script, seed, Path(folder))
         values = "  ".join(f"{name} {value:.1e}" for name, value in found.items())
-        print(f"{os.environ.get('ATEN_CPU_CAPABILITY', 'as it is'):8} seed {seed}: {values}", flush=True)
+        print(f"{os.environ.get('ATEN_CPU_CAPABILITY') or 'as it is':8} seed {seed}: {values}", flush=True)
 
 
 if __name__ == "__main__":

@@ -923,7 +923,10 @@ def with_tokenizer(config: Any, tokenizer: str, size: int) -> Any:
 
 
 class ManyPieces:
-    """Stands in for a tokenizer of as many pieces as records have; a third of them begin with a space."""
+    """Stands in for a tokenizer of as many pieces as records have.
+
+    A third of them begin with a space; others hold one, or end with one, as tokenizers of code may have them.
+    """
 
     size = 8192
     first = 259  # after three controls and all bytes
@@ -933,7 +936,8 @@ class ManyPieces:
         self.texts = [""] * self.first
         for number in range(self.first, self.size):
             letters = random.choice(list("abcé東"), random.integers(1, 17))
-            self.texts.append("▁" * (number % 3 == 0) + "".join(letters))
+            inner = "▁".join(letters) if number % 7 == 1 else "".join(letters)
+            self.texts.append("▁" * (number % 3 == 0) + inner + "▁" * (number % 5 == 2))
         self.texts[self.first] = "▁"
 
     def vocab_size(self) -> int:
@@ -960,14 +964,19 @@ class ManyPieces:
     def unk_id(self) -> int:
         return 0
 
+    def decode(self, ids: list[int]) -> str:
+        """As most tokenizers: without the space that begins a text."""
+        parts = [bytes([i - 3]) if self.is_byte(i) else self.texts[i].encode() for i in ids]
+        return b"".join(parts).decode("utf-8", "replace").replace("▁", " ").removeprefix(" ")
+
     def expected(self, tokens: np.ndarray) -> np.ndarray:
         """Bytes of each target, by this class's own rule."""
         counts = []
         for before, token in itertools.pairwise(tokens.tolist()):
             text = self.texts[token]
             begins_text = before in (0, BOS_ID, 2)
-            spelled = text[1:] if begins_text and text.startswith("▁") else text.replace("▁", " ")
-            counts.append(1 if self.is_byte(token) else len(spelled.encode()))
+            spelled = text.removeprefix("▁") if begins_text else text
+            counts.append(1 if self.is_byte(token) else len(spelled.replace("▁", " ").encode()))
         return np.array(counts)
 
 

@@ -33,7 +33,7 @@ from tools.check.findings import Finding, Level, Mode, fail, info, warn
 from tools.prove import network, walls
 from tools.runs.errors import RecordError
 from tools.runs.source import read_script
-from tools.runs.writing import json_text
+from tools.runs.writing import print_json
 
 if TYPE_CHECKING:
     from tools.prove import cell
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         listed = [finding.as_json(Mode.AGREED) for finding in findings]
         report = {"script": str(args.script), "sha256": sha256_file(path), "status": status}
-        print(json_text({**report, "verdict": verdict(findings), "findings": listed}), end="")
+        print_json({**report, "verdict": verdict(findings), "findings": listed})
     else:
         print(render(findings))
         seconds = time.monotonic() - started
@@ -123,7 +123,12 @@ def _list_branches(path: Path) -> int:
     """Print every condition of the path to a score that may be otherwise in a run than in a proof."""
     from tools.prove.execution import branches_that_read
 
-    for line, reads, condition in branches_that_read(path):
+    try:
+        branches = branches_that_read(path)
+    except (SyntaxError, ValueError) as error:
+        said = f"{path}: no source in Python ({error}); of a wrapped script, name its source"
+        raise RecordError(said) from error
+    for line, reads, condition in branches:
         print(f"{path.name}:{line}: {condition}  [{reads}]")
     return PROVEN
 
@@ -151,7 +156,7 @@ def _replay(args: argparse.Namespace) -> int:
     if not args.replay.is_dir():
         raise RecordError(f"--replay {args.replay}: no such folder")
     with tempfile.TemporaryDirectory() as folder:
-        data = {key: os.environ[key] for key in ("DATA_PATH", "TOKENIZER_PATH") if key in os.environ}
+        data = {key: os.environ[key] for key in ("DATA_PATH", "TOKENIZER_PATH") if os.environ.get(key)}
         order = Order(str(args.replay.resolve()), args.seed, settings=data, documents=args.documents)
         findings = _in_own_process(order, Path(folder), "replay")
     differs = exit_status(findings)
@@ -160,7 +165,7 @@ def _replay(args: argparse.Namespace) -> int:
     ]
     if args.json:
         listed = [finding.as_json(Mode.AGREED) for finding in findings]
-        print(json_text({"folder": str(args.replay), "status": differs, "findings": listed}), end="")
+        print_json({"folder": str(args.replay), "status": differs, "findings": listed})
     else:
         print(f"{render(findings)}\n{args.replay}: {words}")
     return differs
@@ -272,23 +277,24 @@ def _in_own_process(order: Order, folder: Path, what: str = "prove") -> list[Fin
     findings_end, auditors_end = os.pipe()
     command = [sys.executable, "-B", "-m", "tools.prove.prove", str(auditors_end)]
     last = f"no end within {SECONDS_MAX} s"
-    with (folder / "messages").open("w+") as messages, os.fdopen(findings_end) as findings_file:
+    with (folder / "messages").open("wb+") as messages, os.fdopen(findings_end, "rb") as findings_file:
         with subprocess.Popen(
             [*network.namespace_command(), *command], stdin=subprocess.PIPE, stdout=messages,
             stderr=None if what == "self-test" else messages,  # it prints what it has tried
-            pass_fds=(auditors_end,), env={**_home(), **walls.environment()}, text=True,
+            pass_fds=(auditors_end,), env={**_home(), **walls.environment()},
         ) as process:  # fmt: skip
             os.close(auditors_end)
             longer = 4 if what == "self-test" else 2 if order.full_size else 1
             watch = threading.Timer(SECONDS_MAX * longer, process.kill)
             watch.start()
             with contextlib.suppress(BrokenPipeError):
-                process.communicate(task)
+                process.communicate(task.encode())
             ended = watch.is_alive()
             watch.cancel()
         if ended:
             messages.seek(0)
-            last = (messages.read().strip().splitlines() or ["no message"])[-1]
+            lines = messages.read().decode("utf-8", "replace").strip().splitlines()
+            last = (lines or ["no message"])[-1]
         answer = findings_file.read()
     try:
         told, stored = json.loads(answer)
@@ -735,7 +741,7 @@ def _main(arguments: list[str]) -> None:
                 found.append(finding)
     else:
         found = _work(order, folder)
-    with os.fdopen(int(arguments[0]), "w") as file:
+    with os.fdopen(int(arguments[0]), "w", encoding="utf-8") as file:
         json.dump([task["nonce"], [dataclasses.asdict(finding) for finding in found]], file)
 
 

@@ -144,15 +144,15 @@ def build_laboratory(folder: Path) -> Laboratory:
     shards.write_shard(shard_path(folder / SECOND, "val_bytes"), counts)
     text_bytes[SECOND] = int(counts.sum())
     audit = {"splits": {"val": {"audit": {"sidecar_bytes": text_bytes[SECOND]}}}}
-    (folder / SECOND / "manifest.json").write_text(json.dumps(audit))
-    (folder / "text_bytes.json").write_text(json.dumps(text_bytes))
+    (folder / SECOND / "manifest.json").write_text(json.dumps(audit), encoding="utf-8")
+    (folder / "text_bytes.json").write_text(json.dumps(text_bytes), encoding="utf-8")
     return open_laboratory(folder)
 
 
 def open_laboratory(folder: Path) -> Laboratory:
     """The laboratory that was built in a folder."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    return Laboratory(folder, pieces, json.loads((folder / "text_bytes.json").read_text()))
+    return Laboratory(folder, pieces, json.loads((folder / "text_bytes.json").read_text(encoding="utf-8")))
 
 
 def packed(pieces: sentencepiece.SentencePieceProcessor, texts: list[str]) -> np.ndarray:
@@ -331,12 +331,12 @@ class Outcome:
     @property
     def summary(self) -> dict[str, Any]:
         """Its summary.json."""
-        loaded: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        loaded: dict[str, Any] = json.loads((self.directory / "summary.json").read_text(encoding="utf-8"))
         return loaded
 
     def log(self) -> str:
         """Its log."""
-        return (self.directory / "log.txt").read_text()
+        return (self.directory / "log.txt").read_text(encoding="utf-8")
 
 
 @in_cell
@@ -625,7 +625,7 @@ def artifact_alone(laboratory: Laboratory, outcome: Outcome, has_network: bool) 
     if status:
         yield fail("B12", f"alone it ends with {status}: {last}", model.name, "ship all it needs")
         return
-    alone = json.loads((folder / "runs" / "alone" / "summary.json").read_text())["losses"]
+    alone = json.loads((folder / "runs" / "alone" / "summary.json").read_text(encoding="utf-8"))["losses"]
     for label, loss in summary["losses"].items():
         if alone.get(label) != loss:
             text = f"{label}: alone the artifact scores {alone.get(label)}, the run reported {loss}"
@@ -644,7 +644,7 @@ def run_alone(folder: Path, environment: Mapping[str, str], laboratory: Path) ->
     try:
         command = [*without_shared_memory(), sys.executable, "-B", str(folder / "train_gpt.py")]
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True,
+            command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", errors="replace",
             timeout=ALONE_SECONDS_MAX, check=False,
         )  # fmt: skip
     finally:
@@ -677,7 +677,7 @@ def alone_in(folder: Path, laboratory: Laboratory, outcome: Outcome) -> dict[str
         if shard.is_file():
             shutil.copy(shard, folder / "data" / shard.name)
     environment = {key: os.environ[key] for key in ("PATH", "LANG", "OMP_NUM_THREADS") if key in os.environ}
-    for line in (outcome.directory / CONFIG).read_text().splitlines():
+    for line in (outcome.directory / CONFIG).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             name, _, value = line.partition("=")
             environment[name.strip()] = value.strip()

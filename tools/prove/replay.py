@@ -23,7 +23,7 @@ from tools.check.findings import Finding, fail, info, warn
 from tools.prove import cell
 from tools.runs.derive import noted_bytes
 from tools.runs.errors import RecordError
-from tools.runs.folder import CONFIG, MANIFEST, NATS_NAME, SCRIPT
+from tools.runs.folder import CONFIG, MANIFEST, NATS_NAME, SCRIPT, required_object
 from tools.runs.logs import RunLog, read_log
 from tools.runs.runs import LOG, settings_of
 
@@ -101,11 +101,20 @@ def opened(script: Any, folder: Path, settings: Mapping[str, str]) -> Text:
     config = script.Config.from_values({**config.as_env(), **about.config})
     shards = script.open_shards(f"{script.find_path(config.data_path)}/fineweb_val_[0-9]*.bin")
     validation = script.read_validation(shards, config)
-    modes = folder / MODES
-    followed = json.loads(modes.read_bytes()) if modes.is_file() else {}
+    followed = modes_of(folder)
     begins = begins_of(validation.tokens)
     witness = Witness(script, model, config, validation.tokens, begins, followed)
     return Text(np.asarray(validation.tokens), int(validation.bytes_total), witness)
+
+
+def modes_of(folder: Path) -> dict[str, int]:
+    """Where a run's score learned, by the first document of each batch. RecordError for a damaged file."""
+    path = folder / MODES
+    followed = required_object(path) if path.is_file() else {}
+    odd = [name for name, targets in followed.items() if not isinstance(targets, int)]
+    if odd:
+        raise RecordError(f"{path} has {followed[odd[0]]!r} for document {odd[0]}, expected a number")
+    return followed
 
 
 @cell.in_cell

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data.files import escape_unprintable
 from tools.check.findings import Finding, Mode
 from tools.prove import elsewhere, full_size, probes, prove, questions, ranks, tiny
 from tools.runs.load import load_script
@@ -71,7 +72,7 @@ def proof(script: Any, args: argparse.Namespace, seed: int) -> tuple[str, list[d
     if args.whole:
         options = ["--json", "--seed", str(seed), *(["--config", str(args.config)] if args.config else [])]
         command = [sys.executable, "-m", "tools", "prove", str(args.script), *options]
-        report = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+        report = json.loads(subprocess.run(command, capture_output=True, check=False).stdout)
         return ("proven", "refuted", "not checked")[report["status"]], report["findings"]
     config = script.Config.from_env({"CONFIG": str(args.config)} if args.config else {})
     name = args.config.name if args.config else "defaults"
@@ -94,7 +95,7 @@ def rows(args: argparse.Namespace) -> int:
         most = noise_of(findings)
         noise = "  ".join(f"{check} {most[check]:.0e}/{limit:.0e}" for check, (_, limit) in NOISE.items())
         kind = f"{'whole' if args.whole else 'small'}, {args.config.name if args.config else 'defaults'}"
-        capability = os.environ.get("ATEN_CPU_CAPABILITY", "as it is")
+        capability = os.environ.get("ATEN_CPU_CAPABILITY") or "as it is"
         seconds = f"{sum(os.times()[:4]) - began:.0f}"
         print(ROW.format(kind, seed, capability, verdict, noise, seconds), flush=True)
         for finding in findings:
@@ -114,6 +115,7 @@ def main(arguments: list[str]) -> int:
                         help="ATEN_CPU_CAPABILITY; without a name: as it is")  # fmt: skip
     parser.add_argument("--config", type=Path, metavar="FILE", help="these settings, not the defaults")
     parser.add_argument("--whole", action="store_true", help="whole proofs, of minutes each")
+    escape_unprintable()
     args = parser.parse_args(arguments)
     if not args.capability:
         return int(rows(args) > 0)

@@ -11,13 +11,14 @@ from pathlib import Path
 from tools import REPO
 from tools.prove import network
 
-KEPT = ("PATH", "LANG")  # of the environment
+# Of the environment; the locale decides how the system's bytes become the names of files.
+KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "PYTHONUTF8", "PYTHONCOERCECLOCALE")
 # A user, mounts and processes of its own; its end is the end of all in it.
 OWN = ["unshare", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
 
 
 def environment() -> dict[str, str]:
-    """Of a script's process: one thread, no GPU, and nothing of the user's but PATH and LANG."""
+    """Of a script's process: one thread, no GPU, and nothing of the user's but PATH and the locale."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     ours = {
         "PYTHONPATH": str(REPO),
@@ -25,7 +26,7 @@ def environment() -> dict[str, str]:
         "GOMP_SPINCOUNT": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    if "ATEN_CPU_CAPABILITY" in os.environ:  # how numbers are rounded
+    if os.environ.get("ATEN_CPU_CAPABILITY"):  # how numbers are rounded
         ours["ATEN_CPU_CAPABILITY"] = os.environ["ATEN_CPU_CAPABILITY"]
     if sys.platform.startswith("linux"):
         ours["GLOO_SOCKET_IFNAME"] = network.LOOPBACK

@@ -10,7 +10,7 @@ from typing import Any
 from tools.runs.errors import RecordError
 from tools.runs.folder import FORMAT, number, read_object
 from tools.runs.logs import STAGES, RunLog
-from tools.runs.rules import RECORD_SEEDS_MIN
+from tools.runs.rules import OFFICIAL, OWN, RECORD_SEEDS_MIN
 from tools.runs.stats import Comparison, compare, deviation, mean
 from tools.runs.techniques import technique_summary
 
@@ -39,6 +39,31 @@ def nested(value: Mapping[str, Any], *keys: str) -> Any:
 def noted_bytes(manifest: Path) -> Any:
     """Bytes of the validation text, as a manifest notes them of its sidecar; None where it notes none."""
     return nested(read_object(manifest) or {}, "splits", "val", "audit", "sidecar_bytes")
+
+
+def audited_bytes(manifest: Path) -> Any:
+    """Bytes of the validation text, as whoever made the data audited them; None where nobody did.
+
+    Those of the sidecar where there is one, else those of the text that the tokens decode to.
+    """
+    audit = mapping(read_object(manifest) or {}, "splits", "val", "audit")
+    return audit.get("sidecar_bytes", audit.get("decoded_bytes"))
+
+
+def is_limited(summary: Mapping[str, Any]) -> bool:
+    """Whether a run scored only the first tokens of its text (VAL_TOKENS_LIMIT)."""
+    return nested(summary, "config", "VAL_TOKENS_LIMIT") not in (None, "", "0")
+
+
+def validation_set(summary: Mapping[str, Any], log: RunLog) -> str:
+    """What a run was scored on, in the words of its log; empty for older runs, which do not say."""
+    kind = nested(summary, "data", "validation")
+    name = nested(summary, "data", "validation_name")
+    if kind == OFFICIAL:
+        return f"{OFFICIAL} ({name})"
+    if kind == OWN:
+        return OWN
+    return log.validation_set.value if log.validation_set else ""
 
 
 def mapping(value: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
@@ -175,6 +200,9 @@ def data_facts(
     """
     said = manifest or {}
     settings = mapping(summary, "config")
+    # Older runs record neither, and their folders stay as they are.
+    recorded = mapping(summary, "data")
+    newer = {key: recorded[key] for key in ("validation", "validation_name") if key in recorded}
     files = [file for file in mapping(said, "files").values() if isinstance(file, Mapping)]
     return {
         "dataset": PurePosixPath(str(settings.get("DATA_PATH", ""))).name,
@@ -187,6 +215,7 @@ def data_facts(
         "val_tokens": nested(summary, "data", "val_tokens"),
         "val_bytes": nested(summary, "data", "val_bytes"),
         "sidecar_bytes": nested(said, "splits", "val", "audit", "sidecar_bytes"),
+        **newer,
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tools.runs.errors import RecordError
 from tools.runs.logs import COUNT, EXACT, LOG_BYTES_MAX, MODEL_BYTES, Final, RunLog, decimals, read_log
+from tools.runs.reading import as_text, name_of, plain_text
 from tools.runs.source import SCRIPT_BYTES_MAX, Script, closure, read_script
 
 SUBMISSION = "submission.json"
@@ -47,6 +48,8 @@ NOTE_BYTES_MAX = 2**16  # all others up to this size: the longest public note ha
 PROSE_SUFFIXES = (".md", ".txt", ".html")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
 CASEOPS = "caseops.py"  # the transform of the text, where the tokenizer has case marks
+JSON_WORDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false",
+              type(None): "null"}  # fmt: skip
 FORMATS = ("records/2", "records/3")  # that `check` can derive
 FORMAT = "records/3"  # value of submission.json's `format` in folders that `pack` writes
 
@@ -75,11 +78,11 @@ class Folder:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        return name_of(self.path.resolve())
 
     @property
     def track(self) -> str:
-        return self.path.resolve().parent.name
+        return name_of(self.path.resolve().parent)
 
     def file(self, name: str) -> Path:
         return self.path / name
@@ -132,8 +135,8 @@ class Folder:
         """The beginning of a text file of the folder; empty where there is none."""
         if not self.has(name):
             return ""
-        with self.file(name).open(encoding="utf-8", errors="replace") as file:
-            return file.read(TEXT_BYTES_MAX)
+        with self.file(name).open("rb") as file:
+            return as_text(file.read(TEXT_BYTES_MAX))
 
     def _beside(self, pattern: str) -> list[Path]:
         """Files at the top of the folder whose names fit `pattern`, sorted."""
@@ -156,7 +159,7 @@ class Folder:
             return {}, str(error)
         if isinstance(value, dict):
             return value, None
-        return {}, f"holds a {type(value).__name__}, expected an object"
+        return {}, f"holds {JSON_WORDS[type(value)]}, expected an object"
 
     @property
     def submission_error(self) -> str | None:
@@ -443,7 +446,9 @@ def read_json(path: Path) -> Any:
             data = file.read(TEXT_BYTES_MAX + 1)
         if len(data) > TEXT_BYTES_MAX:
             raise ValueError(f"more than {TEXT_BYTES_MAX:,} bytes")
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_each_key_once)
+        if not data.strip():
+            raise ValueError("it is empty")
+        return json.loads(plain_text(data), object_pairs_hook=_each_key_once)
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from error
     except RecursionError as error:
@@ -466,6 +471,17 @@ def read_object(path: Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def required_object(path: Path) -> dict[str, Any]:
+    """A JSON object from `path`. RecordError that says why there is none."""
+    try:
+        value = read_json(path)
+    except ValueError as error:
+        raise RecordError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise RecordError(f"{path} holds {JSON_WORDS[type(value)]}, expected a JSON object")
+    return value
 
 
 def _variant(run: SeedRun) -> str:

@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tools.runs.reading import encoding_of
+
 LOG_BYTES_MAX = 16 * 2**20  # of a file; the rest is left unread
 LINES_MAX = 100_000  # of a log
 LINE_CHARACTERS_MAX = 4_000  # a longer line is part of a script's source and says nothing about the run
@@ -44,7 +46,9 @@ HYPERPARAMETER_LINE = re.compile(r"^  (\w+): (.*)$")
 LABELLED_LINE = re.compile(rf"^(train_shards|val_tokens|model_params|seed)\s*[:=]\s*({COUNT})$")
 TRAIN_LOADER_LINE = re.compile(rf"^train_loader:dataset:(\S+) train_shards:({COUNT})")
 TRAIN_PATTERN_LINE = re.compile(r"^train_loader:.*\bpattern=(\S+)")
-VAL_LOADER_LINE = re.compile(rf"^val_loader:.*\btokens:({COUNT})")
+VAL_LOADER_LINE = re.compile(rf"^val_loader:.*\btokens:({COUNT})(?: bytes:({COUNT})( comparable:0)?)?")
+# Of which set the validation text is, as our script prints it.
+VALIDATION_LINE = re.compile(r"^validation: (your own|official \([\w.-]{1,40}\))$")
 GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)(?:\s\S+)+)\s+(?:On|Off|N/A)\s+\|")
 VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
 # What ours add to it: the devices, and the kernel of attention that was chosen among those tried.
@@ -53,7 +57,8 @@ DEVICE_LINE = re.compile(
     r"( dtype:(?P<dtype>\S+) compile:(?P<compile>\S+) threads:(?P<threads>\S+))?$"
 )
 ATTENTION_LINE = re.compile(r"^attention:(\w+) tried:")
-CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script prints it at the end
+CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER})(?: of |, no limit)")  # of our script, at the end
+EVAL_CLOCK_LINE = re.compile(rf"^eval_clock: scoring ({NUMBER}) s, from reading the artifact ({NUMBER}) s")
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
 # Lines that tell a score once more, while it is made.
 DONE_LINE = re.compile(rf"^(\w{{1,80}}):done val_loss=({NUMBER}) val_bpb=({NUMBER})(?:\s|$)")
@@ -179,6 +184,15 @@ class Told:
 
 
 @dataclass(frozen=True)
+class EvalClocks:
+    """Seconds of an evaluation: of the scoring that counts, and from reading the artifact to its end."""
+
+    scoring_seconds: float
+    from_artifact_seconds: float
+    line: int
+
+
+@dataclass(frozen=True)
 class Stop:
     """Why and when training stopped early."""
 
@@ -210,6 +224,10 @@ class RunLog:
     clock_seconds: Located | None = None  # the training clock at its end, as our script prints it
     hessian_seconds: Located | None = None
     total_eval_seconds: Located | None = None
+    eval_clocks: EvalClocks | None = None
+    validation_bytes: Located | None = None  # of the text, as the loader of our script counts them
+    is_limited: bool = False  # to the first tokens of the text, by VAL_TOKENS_LIMIT
+    validation_set: Located | None = None  # `your own`, or `official (sp8192)`
     source: str | None = None  # the script's text, where the log begins with it
     unread: str | None = None  # why the rest of the file was not read
 
@@ -333,7 +351,7 @@ def read_log(path: Path) -> RunLog:
     with path.open("rb") as file:
         data = file.read(LOG_BYTES_MAX)
         whole = not file.read(1)
-    log = _parse(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors="replace"), path)
+    log = _parse(io.TextIOWrapper(io.BytesIO(data), encoding=encoding_of(data), errors="replace"), path)
     if not whole:
         log.unread = f"it has {path.stat().st_size:,} bytes, the first {LOG_BYTES_MAX:,} were read"
     return log
@@ -427,6 +445,11 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
         log.settings.setdefault("train_shards", Located(loader[2], number))
     elif match := VAL_LOADER_LINE.match(line):
         log.settings.setdefault("val_tokens", Located(match[1], number))
+        if match[2] is not None:
+            log.validation_bytes = Located(match[2], number)
+            log.is_limited = match[3] is not None
+    elif match := VALIDATION_LINE.match(line):
+        log.validation_set = Located(match[1], number)
     elif match := LABELLED_LINE.match(line):
         log.settings.setdefault(match[1], Located(match[2], number))
     elif match := GPU_LINE.match(line):
@@ -441,6 +464,8 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
         log.hessian_seconds = Located(match[1], number)
     elif match := CLOCK_LINE.match(line):
         log.clock_seconds = Located(match[1], number)
+    elif match := EVAL_CLOCK_LINE.match(line):
+        log.eval_clocks = EvalClocks(float(match[1]), float(match[2]), number)
     elif match := DONE_LINE.match(line):
         log.told.append(Told(match[1], match[2], match[3], None, number))
     elif match := PROGRESS_LINE.match(line):

@@ -21,6 +21,10 @@ VALIDATION_BYTES = 151_080_891  # normalised text of the 50,000 validation docum
 VALIDATION_BYTES_TOLERANCE = 5e-4  # whole windows drop part of the tail; 146 merged logs stay inside
 VALIDATION_DOCUMENTS = 50_000
 
+OFFICIAL = "official"  # what a run calls the challenge's validation set,
+OWN = "your own"  # and any other text
+
+
 MARGIN_NATS = 0.005  # README: a record beats the previous one by this much ...
 MARGIN_P = 0.01  # ... at this level; unit read as nats per token
 FRONTIER_P = 0.25  # as practised from 28 April 2026: one-sided, no margin (#1902)

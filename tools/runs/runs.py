@@ -24,9 +24,10 @@ from tools.runs.folder import (
     Folder,
     SeedRun,
     is_own,
-    read_object,
+    required_object,
 )
 from tools.runs.logs import Final, RunLog, read_log
+from tools.runs.reading import as_text, name_of
 from tools.runs.source import Script, read_script
 
 LOG = "log.txt"
@@ -35,7 +36,7 @@ METRICS = "metrics.jsonl"
 SHIPPED = "train_gpt.shipped.py"  # the form of the script that the run counted
 FINISHED = "finished"
 OTHER_CODE = " after "  # in the hash of the code, between the scripts of a run that RESUME_OTHER_CODE went on
-METRICS_CHARACTERS_MAX = 64 * 2**20  # of a metrics.jsonl; no run writes a fifth of it
+METRICS_BYTES_MAX = 64 * 2**20  # of a metrics.jsonl; no run writes a fifth of it
 LOGS_MAX = 20  # that are read to decide whether a folder is a record
 
 
@@ -71,12 +72,9 @@ class RunDirectory:
     @cached_property
     def summary(self) -> dict[str, Any]:
         path = self.path / SUMMARY
-        summary = read_object(path) if is_own(path) else None
-        if summary is None:
-            raise RecordError(
-                f"{self.path / SUMMARY} is missing or no JSON object: the run did not finish; rerun it"
-            )
-        return summary
+        if not is_own(path):
+            raise RecordError(f"{path} is missing or is a link; resume the run, or run it again")
+        return required_object(path)
 
     @property
     def run_id(self) -> str:
@@ -113,8 +111,8 @@ class RunDirectory:
 
 def settings_lines(path: Path) -> list[str]:
     """KEY=VALUE lines of a config.env, comments and blank lines left out."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return settings_in(file.read(TEXT_BYTES_MAX))
+    with path.open("rb") as file:
+        return settings_in(as_text(file.read(TEXT_BYTES_MAX)))
 
 
 def settings_of(path: Path) -> dict[str, str]:
@@ -142,8 +140,8 @@ def read_events(path: Path) -> list[Event]:
     if not is_own(path):
         return []
     events = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        lines = file.read(METRICS_CHARACTERS_MAX).splitlines()
+    with path.open("rb") as file:
+        lines = as_text(file.read(METRICS_BYTES_MAX)).splitlines()
     for line in lines:
         try:
             values = json.loads(line)
@@ -179,6 +177,11 @@ class Group:
         return scores(self.runs, attribute)
 
 
+def shown_stem(path: Path) -> str:
+    """The name of a file without its ending, to be shown."""
+    return name_of(path.with_suffix(""))
+
+
 def scores(runs: Sequence[Run], attribute: str) -> list[float]:
     """`bpb` or `loss` of every run that has a score."""
     return [getattr(run.score, attribute) for run in runs if run.score]
@@ -199,9 +202,9 @@ def load_group(path: Path) -> Group:
     """A run directory, a records folder or a log, ours or public."""
     if path.is_file():
         log = read_log(path)
-        run = Run(path.stem, log, log.headline, [], {})
+        run = Run(shown_stem(path), log, log.headline, [], {})
         script = Script(path, log.source.encode(), log.source, wrapped=False) if log.source else None
-        return Group(f"{path.parent.name}/{path.name}", [run], _settings(Path(), log), script, {})
+        return Group(f"{name_of(path.parent)}/{name_of(path)}", [run], _settings(Path(), log), script, {})
     if is_own(path / LOG):
         return _group_of_run(RunDirectory(path))
     folder = Folder(path)
@@ -238,7 +241,7 @@ def _is_record(path: Path) -> bool:
 
 def _seed_of_folder(folder: Folder, seed: SeedRun) -> Run:
     return Run(
-        name=f"{folder.name} seed {seed.seed}" if seed.seed is not None else seed.log.path.stem,
+        name=f"{folder.name} seed {seed.seed}" if seed.seed is not None else shown_stem(seed.log.path),
         log=seed.log,
         score=folder.score(seed.log),
         events=[],
@@ -247,12 +250,12 @@ def _seed_of_folder(folder: Folder, seed: SeedRun) -> Run:
 
 
 def _group_of_run(directory: RunDirectory) -> Group:
-    path = directory.path / SUMMARY
-    summary = (read_object(path) if is_own(path) else None) or {}
-    run = Run(directory.path.name, directory.log, directory.log.headline, directory.events, summary)
+    summary = directory.summary if is_own(directory.path / SUMMARY) else {}
+    name = name_of(directory.path.resolve())
+    run = Run(name, directory.log, directory.log.headline, directory.events, summary)
     config = _settings(directory.path / CONFIG, directory.log)
     script = directory.script if is_own(directory.path / SCRIPT) else None
-    return Group(directory.path.name, [run], config, script, {})
+    return Group(name, [run], config, script, {})
 
 
 def _readable(folder: Folder) -> Script | None:

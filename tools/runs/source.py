@@ -177,7 +177,7 @@ def decoded(raw: bytes) -> str:
         encoding = tokenize.detect_encoding(io.BytesIO(raw).readline)[0]
     except SyntaxError:
         encoding = "utf-8"
-    return raw.decode("latin-1" if encoding == "iso-8859-1" else "utf-8", errors="replace")
+    return raw.decode("latin-1" if encoding == "iso-8859-1" else "utf-8-sig", errors="replace")
 
 
 @lru_cache(maxsize=8)  # a command reads one script several times

@@ -47,13 +47,21 @@ class Terminal(io.TextIOBase):
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text to `path` atomically. Raises DataError if it cannot."""
-    write_bytes(path, text.encode())
+    """Write UTF-8 text to `path` atomically. Raises DataError if it cannot.
+
+    Names of files may hold bytes that are no UTF-8: those are written as backslash escapes.
+    """
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def json_text(value: Any) -> str:
-    """Indented JSON with a newline at its end."""
+    """Indented JSON with a newline at its end, for a file."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def print_json(value: Any) -> None:
+    """Print indented JSON in ASCII: a console that escapes what it cannot print would spoil any other."""
+    print(json.dumps(value, indent=2))
 
 
 def pyplot_without_display() -> ModuleType:

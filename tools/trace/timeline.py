@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from tools.runs.errors import RecordError
 from tools.runs.folder import number
-from tools.runs.writing import figure_path, json_text, pyplot_without_display, write_figure, write_text
+from tools.runs.reading import exact_text
+from tools.runs.writing import figure_path, print_json, pyplot_without_display, write_figure, write_text
 
 COLOURS = {
     "disk_load": "tab:red", "disk_idle": "mistyrose", "stage": "tab:orange", "gpu_transfer": "tab:purple",
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     draw(spans, out, window)
     totals = {lane: span_totals(found) for lane, found in spans.items()}
     if args.json:
-        print(json_text({"file": str(out), "seconds": totals, "table": span_table(spans)}), end="")
+        print_json({"file": str(out), "seconds": totals, "table": span_table(spans)})
         return 0
     print(out)
     for row in span_table(spans):
@@ -66,8 +67,8 @@ def trace_files(directory: Path) -> list[Path]:
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """Well-formed events of a Chrome trace. Raises RecordError when the file is not one."""
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        events = json.loads(exact_text(path.read_bytes()))["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecordError(f"{path}: not a trace ({error!r}), expected one that TRACE_STEPS wrote") from error
     if not isinstance(events, list):
         raise RecordError(f"{path}: `traceEvents` is no list; expected a trace that TRACE_STEPS wrote")

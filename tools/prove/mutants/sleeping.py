@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SCORED = "        return nats.cpu().numpy()\n"
-BATCH = '        batch = loader.next_batch()\n        timer.lap("batch", batch.copy)\n'
+BATCH = '        timer.lap("batch", batch.copy)\n'
 STAGED = "        self.index += 1\n        self.stream_hash"
-BYTES = "    bytes_total = int(token_bytes(tokens, config).sum())\n"
+BYTES = "    bytes_total = int(token_bytes(tokens, config).sum())\n    manifest = read_manifest(folder)\n"
 SUM = "        nats = float(self.nats.sum())\n"
 
 
