@@ -381,7 +381,7 @@ class Config(TrainingSettings):
     save_float: bool = setting(False, "write the weights before quantization too, as final_model.pt")
     eval_only: str = setting("", "score this artifact instead of training")
     foreign_names: str = setting("", "variables of other programs, as A,B, whose names resemble settings",
-                                 pattern="[A-Za-z0-9_,]*")  # fmt: skip
+                                 pattern="[A-Za-z0-9_, ]*")  # fmt: skip
 
     @property
     def eval_length(self) -> int:
@@ -533,7 +533,7 @@ def lay_over(*layers: Mapping[str, str]) -> dict[str, str]:
     values = {}
     for layer in layers:
         for name, text in layer.items():
-            if text or name not in names_something:
+            if text.strip() or name not in names_something:
                 values[name] = text
     return values
 
@@ -577,9 +577,14 @@ def public_answers(environ: Mapping[str, str], foreign_names: str = "") -> list[
 
     lines = []
     refused = []
+    foreign = set(re.findall(r"\w+", foreign_names))
+    for name in sorted(foreign & known.keys()):
+        lines.append(f"warning: FOREIGN_NAMES: {name} is a setting of this script, and counts")
     for name, value in sorted(environ.items()):
-        if name in foreign_names.split(","):
+        if name in foreign:
             continue
+        # What a variable holds may be anything, and a line of the log must stay one.
+        value = value if value.isprintable() and len(value) <= 200 else ascii(value)[:200]
         row = rows.get(f"{name}={value}") or rows.get(name)
         near = "" if row or name in known else similar_setting(name)
         if near and value and not fits_setting(near, value):
@@ -2400,14 +2405,14 @@ class Run:
         self.log(f"phase:{name} {seconds:.2f}s")
 
     def on_signal(self, number: int, _frame: Any = None) -> None:
-        """The first signal in training asks for a checkpoint; any other signal ends the process.
+        """The first signal in training asks for a checkpoint; before and after training it ends the process.
 
-        What comes within seconds of the first is the same request: a terminal or Slurm signals every process
-        of a job, and torchrun then passes on what it got itself. The system repeats SIGXCPU every second.
+        Later ones are the same request, as schedulers repeat themselves and torchrun passes on what it got.
+        Who presses Ctrl-C or Ctrl-\\ again wants the end at once; what comes within seconds does not count,
+        as a terminal signals torchrun and its ranks.
         """
-        is_repeated = number == getattr(signal, "SIGXCPU", None)
-        is_repeated |= time.perf_counter() - self.asked_at < ONE_REQUEST_SECONDS
-        if self.stop_signal and is_repeated:
+        again = number in (signal.SIGINT, getattr(signal, "SIGQUIT", None))
+        if self.stop_signal and (not again or time.perf_counter() - self.asked_at < ONE_REQUEST_SECONDS):
             return
         if not self.training or self.stop_signal:
             print_line(f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}; "
@@ -2416,8 +2421,8 @@ class Run:
         self.stop_signal = number  # `train` sees it, saves, and ends
         self.asked_at = time.perf_counter()
         print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
-                   f"checkpoint if no rank is gone; a second signal, {ONE_REQUEST_SECONDS:g}s later or more, "
-                   "ends at once", sys.stderr)
+                   f"checkpoint if no rank is gone; Ctrl-C after {ONE_REQUEST_SECONDS:g}s ends it at once",
+                   sys.stderr)
 
     def ways_on(self) -> str:
         """How to continue after the run has ended early: only files that exist are named."""
@@ -2680,6 +2685,8 @@ def open_shards(pattern: str) -> list[Shard]:
 def numbering_advice(path: Path, number: int) -> str:
     """What to do about a shard whose name is not the one that follows."""
     digits = re.sub(r".*_|\.bin$", "", path.name)
+    if not digits.isdecimal():
+        return "its name is not that of a shard, perhaps of a second copy: remove it or move it away"
     if len(digits) != 6:
         return f"it has {len(digits)} digits where shards have six: rename them to fineweb_*_%06d.bin"
     if number == 0:
@@ -2740,6 +2747,9 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
     return ids
 
 
+SHA256_OR_NOTHING = "([0-9a-f]{64})?"
+
+
 class Manifest(NamedTuple):
     """What `manifest.json` beside the shards says of them; the tools of data/ write one, others need not."""
 
@@ -2756,20 +2766,28 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest({}, "", None, {})
     try:
         found = json.loads(path.read_bytes())
-        files = {name: int(entry["tokens"]) for name, entry in found.get("files", {}).items()}
+        files = {name: int(entry["tokens"]) for name, entry in section(found, "files").items()}
         # A byte sidecar counts the original text; without one, the export has decoded all of it.
-        audit = found.get("splits", {}).get("val", {}).get("audit", {})
+        audit = section(section(section(found, "splits"), "val"), "audit")
         audited = audit.get("sidecar_bytes", audit.get("decoded_bytes"))
         fused = {}
-        for one_id, (first, second) in found.get("fused", {}).items():
+        for one_id, (first, second) in section(found, "fused").items():
             fused[int(one_id)] = (int(first), int(second))
         if not all(0 <= number < 1 << 16 for one_id, pair in fused.items() for number in (one_id, *pair)):
             raise ValueError("fused: expected ids below 65,536")
-        sha256 = str(found.get("tokenizer", {}).get("sha256", ""))
+        sha256 = section(found, "tokenizer").get("sha256") or ""
+        if not re.fullmatch(SHA256_OR_NOTHING, sha256):
+            raise ValueError("tokenizer: its sha256 is not a SHA-256")
         return Manifest(files, sha256, None if audited is None else int(audited), fused)
     except Exception as error:  # whatever the bytes are
         raise DataError(f"{path}: not the manifest of a dataset ({type(error).__name__}: {error}); fetch or "
-                        "export the data again") from error
+                        "export the data again, or move it away if another program wrote it") from error
+
+
+def section(mapping: Any, name: str) -> Any:
+    """A part of a file that may be absent or null; then it is empty."""
+    value = mapping.get(name)
+    return {} if value is None else value
 
 
 def permutation(config: TrainingSettings, count: int, *key: int) -> Array:
@@ -2988,7 +3006,9 @@ class Loader:
             # The shard that holds the batch's last sequence is the one it was read from last.
             last = self._position(self.index) + self.micro_sequences - 1
             # What a user can fix is said in a sentence; anything else needs to be found in the code.
-            reason = f"{error}" if isinstance(error, DataError) else f"{error!r}\n{traceback.format_exc()}"
+            reason = f"{error}" if isinstance(error, DataError) else f"{error!r}"
+            if not isinstance(error, (DataError, OSError)):
+                reason += f"\n{traceback.format_exc()}"
             raise DataError(
                 f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position {last} of the "
                 f"stream, {next(shard_visits(self.config, self.shards, last)).shard.path}: {reason}"
@@ -3175,7 +3195,9 @@ CHECKED_DOCUMENTS = 1000
 CHECKED_TOKENS = 2_000_000
 CUT_TOKENS = 4  # at either end of a document: if it was cut there, they need not come back
 NEIGHBORS = 4  # on each side: with a foreign tokenizer many single ids come back, but hardly any in a row
+FEW_IDS = 200  # of fewer the share says little
 LEAST_SHARE = 0.95  # of the ids that come back; with the tokenizer that made them nearly all do
+LEAST_SINGLE_SHARE = 0.97  # where documents are short: up to 96% come back with a foreign tokenizer
 
 
 class OfficialText(NamedTuple):
@@ -3229,65 +3251,83 @@ def check_text(tokens: Array, config: Config, manifest: Manifest) -> None:
     has_sidecar = has_byte_sidecar(config)
     if has_sidecar:
         check_sidecar(tokens, counts, pieces, config)
-    documents = first_documents(separate_pairs(tokens, manifest.fused), pieces)
+    found = first_documents(separate_pairs(tokens, manifest.fused), pieces)
+    documents = [document.ids for document in found]
     texts = pieces.decode([ids.tolist() for ids in documents])
-    if not has_sidecar:
-        begins = np.flatnonzero(tokens == BOS_ID)
-        for number, (ids, text) in enumerate(zip(documents, texts, strict=True)):
-            counted = counts[begins[number] : begins[number] + len(ids)]
-            # Where a character was cut, the decoder puts a mark. Of such a beginning nothing follows.
-            begins_inside = text.startswith("\ufffd") and pieces.is_byte(int(ids[0]))
-            if counted.sum() != len(text.encode()) and not begins_inside:
-                at = first_miscounted(ids.tolist(), counted, pieces)
-                raise DataError(
-                    f"TOKENIZER_PATH={config.tokenizer_path}: the decoded text of validation document "
-                    f"{number} has {len(text.encode())} bytes, {counted.sum()} are counted; they part at "
-                    f"token {at}, piece {pieces.id_to_piece(int(ids[at]))!r}, counted as {counted[at]}. Bits "
-                    "per byte would be wrong: use another tokenizer, or give the data a byte sidecar "
-                    "(data/README.md)")
-    share = share_that_comes_back(documents, pieces.encode(texts), pieces)
-    if share < LEAST_SHARE:
+    for (begin, ids, begins_inside), text in zip(found, texts, strict=True):
+        counted = counts[begin : begin + len(ids)]
+        # Of a cut beginning nothing follows: the decoder drops a space there that is one of the text.
+        if not has_sidecar and not begins_inside and counted.sum() != len(text.encode()):
+            at = first_miscounted(ids.tolist(), counted, pieces)
+            raise DataError(
+                f"TOKENIZER_PATH={config.tokenizer_path}: the decoded text of the validation document at "
+                f"token {begin} has {len(text.encode())} bytes, {counted.sum()} are counted; they part at "
+                f"its token {at}, piece {pieces.id_to_piece(int(ids[at]))!r}, counted as {counted[at]}. Bits "
+                "per byte would be wrong: use another tokenizer, or give the data a byte sidecar "
+                "(data/README.md)")
+    share, least = share_that_comes_back(documents, pieces.encode(texts), pieces)
+    if share < least:
         raise DataError(
             f"TOKENIZER_PATH={config.tokenizer_path}: only {share:.1%} of the ids of {len(documents)} "
-            f"validation documents come back when they are decoded and encoded again, expected "
-            f"{LEAST_SHARE:.0%}; name the tokenizer that made the shards of DATA_PATH={config.data_path}. If "
+            f"validation documents come back when they are decoded and encoded again, expected {least:.0%}; "
+            f"name the tokenizer that made the shards of DATA_PATH={config.data_path}. If "
             "their ids were rewritten afterwards, as data/fuse.py does, keep the manifest.json that says how")
 
 
-def first_documents(tokens: Array, pieces: Any) -> list[Array]:
-    """The ids of the first documents, 1,000 or all, without BOS, and without pieces of bytes at their end.
+class CheckedDocument(NamedTuple):
+    """A document of the validation text, without BOS and what may be left of a character at either end."""
 
-    Whoever cuts documents to a length cuts some inside a character, and nothing is left to decode there.
+    begin: int  # the token, BOS, at which it begins
+    ids: Array
+    begins_inside: bool  # a character was cut at its beginning
+
+
+def first_documents(tokens: Array, pieces: Any) -> list[CheckedDocument]:
+    """The first documents that have text, 1,000 or all.
+
+    Whoever cuts documents to a length cuts some inside a character or behind a space. Such ends are left out:
+    the decoder puts marks for the one, and an encoder drops the other.
     """
-    begins = np.flatnonzero(tokens == BOS_ID)[: CHECKED_DOCUMENTS + 1]
-    end = begins[-1] if len(begins) > CHECKED_DOCUMENTS else len(tokens)
+    is_bos = np.append(tokens == BOS_ID, True)
+    begins = np.flatnonzero(is_bos[:-1] & ~is_bos[1:])[:CHECKED_DOCUMENTS]
+    ends = np.flatnonzero(is_bos)
+    space = pieces.piece_to_id("▁")
     documents = []
-    for ids in np.split(tokens[:end], begins[:CHECKED_DOCUMENTS])[1:]:
+    for begin in begins.tolist():
+        ids = tokens[begin + 1 : ends[np.searchsorted(ends, begin, "right")]]
+        first = 0
+        while first < len(ids) and continues_character(int(ids[first]), pieces):
+            first += 1
         stop = len(ids)
-        while stop > 1 and pieces.is_byte(int(ids[stop - 1])):
+        while stop > first and (ids[stop - 1] == space or pieces.is_byte(int(ids[stop - 1]))):
             stop -= 1
-        documents.append(ids[1:stop])
+        documents.append(CheckedDocument(begin, ids[first:stop], first > 0))
     return documents
+
+
+def continues_character(token: int, pieces: Any) -> bool:
+    """Whether a token is one of the bytes <0x80> to <0xBF>, with which no character begins."""
+    return pieces.is_byte(token) and pieces.id_to_piece(token)[3] in "89AB"
 
 
 def first_miscounted(ids: list[int], counts: Array, pieces: Any) -> int:
     """The place in a document from which on its decoded beginning has other bytes than are counted."""
-    # A beginning must not end within a character, for which the decoder would put a mark of three bytes: what
-    # follows must not be one of the bytes <0x80> to <0xBF>, with which no character begins.
-    inside = {token for token in ids if pieces.is_byte(token) and pieces.id_to_piece(token)[3] in "89AB"}
-    ends = [i for i in range(len(ids)) if i + 1 == len(ids) or ids[i + 1] not in inside]
+    # A beginning must not end within a character, for which the decoder would put a mark of three bytes.
+    ends = [i for i in range(len(ids)) if i + 1 == len(ids) or not continues_character(ids[i + 1], pieces)]
     totals = np.cumsum(counts)
     number = bisect.bisect_left(
         ends, True, key=lambda i: len(pieces.decode(ids[: i + 1]).encode()) != totals[i])
     return ends[min(number, len(ends) - 1)]
 
 
-def share_that_comes_back(documents: list[Array], again: list[list[int]], pieces: Any) -> float:
-    """Share of the ids of some documents that are the same once they are decoded and encoded again.
+def share_that_comes_back(
+    documents: list[Array], again: list[list[int]], pieces: Any
+) -> tuple[float, float]:
+    """Share of the ids of some documents that are the same after decoding and encoding; the least it must be.
 
     An id comes back if it and its neighbors are at the same byte of their document, counted from the
     beginning or from the end: one odd place does not make a whole text differ. The ends of documents, which
-    may be cut, do not count.
+    may be cut, do not count. Where all documents are short, single ids count, but for the first and the last.
     """
     lengths, spaced, is_text = piece_bytes(pieces, pieces.vocab_size())
     lengths += spaced
@@ -3300,16 +3340,23 @@ def share_that_comes_back(documents: list[Array], again: list[list[int]], pieces
 
     same = 0
     asked = 0
+    single: list[Array] = []
     for ids, back in zip(documents, again, strict=True):
         from_start, from_end = places(ids)
         start_again, end_again = places(np.array(back, np.int64))
         comes_back = np.isin(from_start, start_again) | np.isin(from_end, end_again)
+        single.append(comes_back[1:-1])
         inner = comes_back[CUT_TOKENS:-CUT_TOKENS]
         if len(inner) > 2 * NEIGHBORS:
             in_a_row: Array = sliding_window_view(inner, 2 * NEIGHBORS + 1).min(1)
             same += int(in_a_row.sum())
             asked += len(in_a_row)
-    return same / asked if asked else 1.0
+    if asked >= FEW_IDS:
+        return same / asked, LEAST_SHARE
+    all_single = np.concatenate(single)
+    if len(all_single) < FEW_IDS:
+        return 1.0, LEAST_SHARE  # nothing to go by
+    return float(all_single.mean()), LEAST_SINGLE_SHARE
 
 
 def separate_pairs(tokens: Array, pairs: Mapping[int, tuple[int, int]]) -> Array:
@@ -3939,6 +3986,8 @@ def read_modes(config: Config) -> dict[str, int]:
     if not config.eval_only or not config.max_eval_seconds or not path.exists():
         return {}
     try:
+        if not path.is_file():
+            raise ValueError("not an ordinary file")
         with open(path, "rb") as file:
             modes = json.loads(file.read(1 << 24))
         for part, targets in modes.items():
@@ -3993,9 +4042,12 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
         if machine.rank == 0 and run.directory is not None:
             # The nats of each document, fp64: `prove --replay` scores some of them again.
             begins = np.flatnonzero(validation.tokens[:-1] == BOS_ID)
-            write_whole(run.path(f"nats_{name}.bin"), np.add.reduceat(ledger.nats, begins).tobytes())
-            if clock.modes:
-                write_whole(run.path(EVAL_MODES), json.dumps(clock.modes).encode())
+            try:
+                write_whole(run.path(f"nats_{name}.bin"), np.add.reduceat(ledger.nats, begins).tobytes())
+                if clock.modes:
+                    write_whole(run.path(EVAL_MODES), json.dumps(clock.modes).encode())
+            except ConfigError as error:  # a full disk costs no score
+                run.log(f"warning: {error}")
         scores[name] = score
     return scores
 
@@ -4496,9 +4548,12 @@ def expected_bytes(config: Config, multiplier: Any) -> Any:
     return total
 
 
-# A quarter of a bit each. Whatever its header says, a file gets no more memory than so many weights need. The
-# default's has 2.3.
-MOST_WEIGHTS_PER_BYTE = 32
+def most_weights(coded_bytes: int) -> int:
+    """The weights that a file of so many bytes may hold, whatever its header says: it bounds our memory.
+
+    Four million take 16 MiB, and each byte stands for 64 more, an eighth of a bit each. The default has 2.3.
+    """
+    return (1 << 22) + 64 * coded_bytes
 
 
 def check_size(size_bytes: int, budget: int) -> None:
@@ -4514,7 +4569,6 @@ def check_budget(config: Config, budget: int) -> None:
     coarsest = MULTIPLIERS[-1] if config.rate_control else 1.0
     # Trained weights are no perfect Gaussians: a file that is expected to be 5 % too large may still fit.
     check_size(round(expected_bytes(config, coarsest) / 1.05), budget)
-    check_size(count_parameters(config) // MOST_WEIGHTS_PER_BYTE, budget)
 
 
 def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]) -> tuple[bytes, str]:
@@ -4610,17 +4664,19 @@ class About(NamedTuple):
     sha256: str
 
 
-def load_artifact(path: Path, data: bytes | None = None) -> tuple[GPT, About]:
+def load_artifact(path: Path, data: bytes | None = None, is_ours: bool = False) -> tuple[GPT, About]:
     """The model of an artifact, on the CPU. Nothing in the file is executed.
 
-    data: the bytes of the file, for a process that does not see it; None: they are read. Memory stays in
-    proportion to their number, by MOST_WEIGHTS_PER_BYTE. Raises ArtifactError, and nothing else, whatever the
-    bytes are.
+    data: the bytes of the file, for a process that does not see it; None: they are read. is_ours: this run
+    has just made them. Else memory stays in proportion to their number, by `most_weights`. Raises
+    ArtifactError, and nothing else, whatever the bytes are.
     """
     try:
         if data is None:
+            if path.exists() and not path.is_file():
+                raise ValueError("not an ordinary file, such as a directory or a pipe")
             data = path.read_bytes()
-        header, banks = read_artifact(data)
+        header, banks = read_artifact(data, is_ours)
         model = GPT(ModelSettings.from_values(header["config"]), seed=None)
         for name, weights in model.named_parameters():
             weights.data.copy_(restore_weights(banks[name], weights.shape))
@@ -4632,7 +4688,9 @@ def load_artifact(path: Path, data: bytes | None = None) -> tuple[GPT, About]:
         raise ArtifactError(f"{path}: expected the {ARTIFACT} of a run: {error}") from error
 
 
-def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeights]]:
+def read_artifact(
+    data: bytes, is_ours: bool = False
+) -> tuple[dict[str, Any], dict[str, QuantizedWeights]]:
     """The header of a file and its parameters in integers. ValueError and others where the bytes are bad."""
     if not data.startswith(MAGIC):
         raise ValueError("no artifact, or made by version 0.5.4 or older: use the train_gpt.py of its run")
@@ -4646,12 +4704,14 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
     header = json.loads(unpacker.decompress(packed_header, 1 << 16))
     if not unpacker.eof or unpacker.unused_data:
         raise ValueError("its header does not end where it should")
+    if not re.fullmatch(SHA256_OR_NOTHING, header["tokenizer_sha256"]):
+        raise ValueError("tokenizer_sha256 is not a SHA-256")
     settings = ModelSettings.from_values(header["config"])
     if settings.as_env() != header["config"]:
         raise ValueError("this script has other settings than the file; use the train_gpt.py of its run")
     # A few bytes in a broken file could ask for any amount of memory.
     weights = count_parameters(settings)
-    if weights > MOST_WEIGHTS_PER_BYTE * len(coded):
+    if weights > most_weights(len(coded)) and not is_ours:
         raise ValueError(f"{weights} weights are more than {len(coded)} bytes can hold")
     table = parameter_table(settings)
     shapes = []
@@ -4719,7 +4779,7 @@ def with_settings(shipped: bytes, config: Config) -> bytes:
     All seeds of a record ship one script: SEED, and what belongs to a single start, stay out.
     """
     settings = config.overrides()
-    for name in (*WHERE_A_RUN_WRITES, "SEED"):
+    for name in (*WHERE_A_RUN_WRITES, "SEED", "FOREIGN_NAMES"):
         settings.pop(name, None)
     # A value may hold a backslash, which a replacement text would expand.
     return re.sub(rb"(?<=SHIPPED_SETTINGS=).*", lambda _: ascii(settings).encode(), shipped)
@@ -4953,7 +5013,7 @@ def rehearse_end(training: Training) -> None:
             # One pass, of any size: no search for the budget.
             data, _ = write_artifact(
                 training.model, replace(config, rate_control=False), hessians, "", sys.maxsize)
-        model, _ = load_artifact(Path("rehearsal"), machine.gather(data)[0])
+        model, _ = load_artifact(Path("rehearsal"), machine.gather(data)[0], is_ours=True)
         ready_model(model, machine, training.model.ops)
     rehearse_evaluation(model, config, run)
     if machine.on_gpu:
@@ -5258,10 +5318,14 @@ def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
     if not named or environ.get("CONFIG"):
         return environ
     path = find_path(named)
-    settings = (path.parent if path.is_file() else path) / SETTINGS_FILE
+    if environ.get("RESUME") and not environ.get("EVAL_ONLY") and not path.is_dir():
+        raise ConfigError(f"RESUME={named}: no such directory; name that of a run that was stopped")
+    settings = (path if path.is_dir() else path.parent) / SETTINGS_FILE
     # Beside an artifact that was copied there may be none. Then the defaults hold.
-    if not settings.is_file():
+    if not os.path.lexists(settings):
         return environ
+    if not settings.is_file():
+        raise ConfigError(f"{settings}: not an ordinary file; remove it, or name the settings by CONFIG")
     if environ.get("RESUME"):
         return {**environ, "CONFIG": str(settings)}
     values = read_config_file(str(settings))
@@ -5300,7 +5364,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
             # Rank 0 wrote it on a disk that other nodes may not see. So it reads the file for all of them.
             path = run.path(ARTIFACT)
             data = path.read_bytes() if machine.rank == 0 else b""
-            model, about = load_artifact(path, machine.gather(data)[0])
+            model, about = load_artifact(path, machine.gather(data)[0], is_ours=True)
         ready_model(model, machine, inputs.chosen.ops)
     reloaded = time.perf_counter()
     if machine.compiled:
@@ -5338,17 +5402,25 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
     training.loader.close()
     with run.phase("quantize"):
         if run.machine.rank == 0:
-            if config.save_float:
-                weights = torch_file(training.model.state_dict())
-                write_whole(run.path("final_model.pt"), weights)
-                run.log(f"Serialized model: {len(weights)} bytes")
             # A longer script leaves fewer bytes for weights.
             budget = config.artifact_bytes_max - len(inputs.shipped)
             data, line = write_artifact(training.model, config, hessians, inputs.hashes["tokenizer"], budget)
             keep_artifact(run.path(ARTIFACT), data, config)
             run.log(line)
+            if config.save_float:
+                save_float(training.model, run)
         run.machine.gather(None)
     return Trained(training.step, train_seconds, f"{stream_hash:016x}")
+
+
+def save_float(model: GPT, run: Run) -> None:
+    """Write the weights before quantization, too; where that fails, the run goes on."""
+    weights = torch_file(model.state_dict())
+    try:
+        write_whole(run.path("final_model.pt"), weights)
+        run.log(f"Serialized model: {len(weights)} bytes")
+    except ConfigError as error:
+        run.log(f"warning: SAVE_FLOAT: {error}")
 
 
 def settings_file(config: Config) -> bytes:
@@ -5513,8 +5585,8 @@ def refuse_links(directory: Path) -> None:
         is_file = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
         if not is_file and not stat.S_ISDIR(found.st_mode):
             raise ConfigError(
-                f"RESUME={directory}: {entry.name} is a link, or not an ordinary file; a run writes to its "
-                "files, so they must be its own: put a copy in its place, or remove it")
+                f"RESUME={directory}: {entry.name} is a link, a file with several names, or not a file; a "
+                "run writes to its files, so they must be its own: put a copy in its place, or remove it")
 
 
 def choose_directory(config: Config, machine: Machine) -> Path:

@@ -103,7 +103,8 @@ def share_that_comes_back(tokenizer: spm.SentencePieceProcessor, tokens: np.ndar
     table = ByteTable.from_sentencepiece(tokenizer)
     begins = np.flatnonzero(tokens == BOS_ID)[: CHECKED_DOCUMENTS + 1]
     end = begins[-1] if len(begins) > CHECKED_DOCUMENTS else len(tokens)
-    documents = [ids[1:] for ids in np.split(tokens[: min(end, CHECKED_TOKENS)], begins)[1:]]
+    split = np.split(tokens[: min(end, CHECKED_TOKENS)], begins)[1:]
+    documents = [without_cut_ends(ids[1:], tokenizer) for ids in split]
     texts = tokenizer.decode([ids.tolist() for ids in documents])
     same = 0
     asked = 0
@@ -117,6 +118,20 @@ def share_that_comes_back(tokenizer: spm.SentencePieceProcessor, tokens: np.ndar
             same += int(in_a_row.sum())
             asked += len(in_a_row)
     return same / asked if asked else 1.0
+
+
+def without_cut_ends(ids: np.ndarray, tokenizer: spm.SentencePieceProcessor) -> np.ndarray:
+    """The ids without what is left of a character at either end, and a space that an encoder drops."""
+    space = tokenizer.piece_to_id(shards.SPACE_PIECE)
+    first = 0
+    # No character begins with the bytes <0x80> to <0xBF>.
+    while (first < len(ids) and tokenizer.is_byte(int(ids[first]))
+           and tokenizer.id_to_piece(int(ids[first]))[3] in "89AB"):
+        first += 1
+    stop = len(ids)
+    while stop > first and (ids[stop - 1] == space or tokenizer.is_byte(int(ids[stop - 1]))):
+        stop -= 1
+    return ids[first:stop]
 
 
 def places(ids: np.ndarray, table: ByteTable) -> tuple[np.ndarray, np.ndarray]:

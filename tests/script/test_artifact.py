@@ -7,6 +7,7 @@ import inspect
 import json
 import linecache
 import math
+import os
 import random
 import re
 import resource
@@ -327,7 +328,7 @@ def test_a_valid_file_gets_memory_in_proportion_to_its_bytes(tiny_file: Path, tm
     """Zeros are coded in next to nothing; whatever is padded around them does not make room for them."""
     sections = sections_of(tiny_file)
     header = json.loads(zlib.decompress(sections["config"]))
-    settings = {**header["config"], "MODEL_DIM": "768", "MLP_MULT": "4.0"}
+    settings = {**header["config"], "MODEL_DIM": "1024", "MLP_MULT": "4.0"}
     config = ModelSettings.from_values(settings)
     arrays = []
     for parameter in train_gpt.parameter_table(config).values():
@@ -338,11 +339,30 @@ def test_a_valid_file_gets_memory_in_proportion_to_its_bytes(tiny_file: Path, tm
     coded = train_gpt.encode(arrays)
     weights = train_gpt.count_parameters(config)
     assert weights > 100 * (len(packed) + len(coded)), "a bomb"
-    assert "weights are more than" in refused(reseal({"config": packed, "weights": coded}), tmp_path)
+    bomb = reseal({"config": packed, "weights": coded})
+    assert "weights are more than" in refused(bomb, tmp_path)
+    # A run's own file may be so: its first weights are zeros.
+    header_again, _ = train_gpt.read_artifact(bomb, is_ours=True)
+    assert header_again == header
     # Bytes behind the end of the header are in the file, but no weights are.
-    padded = reseal({"config": packed + bytes(weights // 30), "weights": coded})
-    assert len(padded) > weights // train_gpt.MOST_WEIGHTS_PER_BYTE
+    padded = reseal({"config": packed + bytes(weights), "weights": coded})
     assert "does not end where it should" in refused(padded, tmp_path)
+
+
+def test_a_hash_that_is_text_of_somebody_is_refused(tiny_file: Path, tmp_path: Path) -> None:
+    sections = sections_of(tiny_file)
+    header = json.loads(zlib.decompress(sections["config"]))
+    header["tokenizer_sha256"] = "\x1b[31mX\nFAIL"
+    forged = reseal({**sections, "config": zlib.compress(json.dumps(header).encode())})
+    assert "\x1b" not in refused(forged, tmp_path)
+
+
+def test_what_is_not_a_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.bin")
+    (tmp_path / "endless.bin").symlink_to("/dev/zero")
+    for name in ("model.bin", "endless.bin"):
+        with pytest.raises(ArtifactError, match="not an ordinary file"):
+            train_gpt.load_artifact(tmp_path / name)
 
 
 def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tmp_path: Path) -> None:

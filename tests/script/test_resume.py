@@ -163,6 +163,11 @@ DAMAGES: dict[str, Any] = {
 }
 
 
+def test_a_directory_that_is_not_there_is_named_before_anything_else(lab: Lab) -> None:
+    ended = lab.run(**lab.nothing_but(RESUME=lab.folder / "typo"))
+    assert ended.status == 1 and re.match(r"error: RESUME=\S+typo: no such directory", ended.err), ended.err
+
+
 @pytest.mark.parametrize("damage", [*DAMAGES, "absent"])
 def test_a_damaged_checkpoint_is_refused_and_nothing_in_it_runs(damage: str, copy: Path, lab: Lab) -> None:
     path, canary = copy / "checkpoint.pt", lab.folder / "canary"
@@ -418,6 +423,14 @@ def test_a_full_disk_or_no_memory_costs_a_checkpoint_and_not_the_run(lab: Lab) -
         assert told in warning
     assert len(warnings) >= 3
     assert ended.summary["steps"] == 3 and not [*ended.directory.glob("*checkpoint*")]
+
+
+def test_weights_that_were_asked_for_beside_the_artifact_cost_no_artifact(lab: Lab, finished: Ended) -> None:
+    fault = full_disk("final_model.pt.tmp", "nats_legal_ttt.bin.tmp")
+    ended = lab.succeed(fault=fault, SAVE_FLOAT=1)
+    assert "warning: SAVE_FLOAT: " in ended.out and "warning: " in ended.out.split("legal_ttt_exact")[1]
+    assert ended.summary["losses"] == finished.summary["losses"]
+    assert not (ended.directory / "final_model.pt").exists()
 
 
 def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab, finished: Ended) -> None:

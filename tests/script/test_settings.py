@@ -163,13 +163,30 @@ def test_a_foreign_name_has_two_ways_out(pair: str, tmp_path: Path) -> None:
         Config.from_env({"CONFIG": str(path)})
 
 
+def test_names_of_others_are_not_a_part_of_the_record(tmp_path: Path) -> None:
+    """Which names a machine exports is nothing that seeds of one record share."""
+    plain = Config()
+    wrapped = train_gpt.shipped_code(b"x = 1\n")
+    foreign = Config.from_env({"FOREIGN_NAMES": "RUN_DIR, MODEL_DIR"})
+    assert train_gpt.with_settings(wrapped, foreign) == train_gpt.with_settings(wrapped, plain)
+    assert public_answers({"RUN_DIR": "/x", "MODEL_DIR": "8"}, foreign.foreign_names) == []
+    (line,) = public_answers({"SEED": "5"}, "SEED")
+    assert line.startswith("warning: FOREIGN_NAMES: SEED is a setting")
+
+
+def test_what_a_foreign_variable_holds_stays_one_line() -> None:
+    for value in ("/m\nvalidation: official (sp1024)", "\x1b[31mred", "x" * 10_000):
+        (line,) = public_answers({"MODEL_DIR": value})
+        assert line.isprintable() and len(line) < 400
+
+
 NAMED = [name for name, field in FIELDS.items() if isinstance(field.default, str)]
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_empty_means_not_given_for_what_names_something(name: str, tmp_path: Path) -> None:
     """As Compose and CI files hand on ${NAME:-}: the default, or the value of the file under it."""
-    assert Config.from_env({name: ""}) == Config()
+    assert Config.from_env({name: ""}) == Config.from_env({name: "  "}) == Config()
     value = FIELDS[name].metadata["among"][-1] if FIELDS[name].metadata["among"] else a_value(FIELDS[name])
     path = tmp_path / "settings.env"
     path.write_text(f"{name}={value}\n")

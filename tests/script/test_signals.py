@@ -23,7 +23,7 @@ time.perf_counter = lambda: 3.0 * next(ticks)
 
 def heard(number: int) -> str:
     """Python that undoes what the test's own parent may ignore."""
-    return f"import signal; signal.signal({int(number)}, signal.SIG_DFL)"
+    return f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n"
 
 
 def assert_saved(ended: Ended, number: int, step: int) -> None:
@@ -46,9 +46,11 @@ def test_a_signal_that_comes_twice_at_once_is_one_request(number: signal.Signals
     assert_saved(ended, number, 3)
 
 
-def test_a_limit_of_processor_seconds_repeats_itself_until_the_checkpoint_is_there(lab: Lab) -> None:
-    number = signal.SIGXCPU
-    fault = SLOW_CLOCK + heard(number) + signal_at_step(3, number, number, number)
+@pytest.mark.parametrize("then", [signal.SIGXCPU, signal.SIGTERM, signal.SIGUSR2], ids=lambda one: one.name)
+def test_what_a_scheduler_sends_later_does_not_cost_the_checkpoint(then: signal.Signals, lab: Lab) -> None:
+    """The system repeats SIGXCPU every second; Slurm follows its warning with SIGTERM."""
+    number = signal.SIGXCPU if then == signal.SIGXCPU else signal.SIGUSR1
+    fault = SLOW_CLOCK + heard(number) + heard(then) + "\n" + signal_at_step(3, number, then, then)
     assert_saved(lab.run(fault=fault, **SHORT_END), number, 3)
 
 

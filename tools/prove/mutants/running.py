@@ -253,8 +253,8 @@ def unquantized_weights_scored(script: ModuleType) -> None:
     load = script.load_artifact
     kept: list[Any] = []
 
-    def from_memory(path: Path, *rest: Any) -> Any:
-        model, about = load(path, *rest)
+    def from_memory(path: Path, *rest: Any, **named: Any) -> Any:
+        model, about = load(path, *rest, **named)
         if kept:
             model.load_state_dict(kept[-1])
         return model, about
@@ -274,8 +274,8 @@ def second_file(script: ModuleType) -> None:
         if path.name == "model.bin":
             torch.save(lost.pop(), path.with_name("cache.pt"))
 
-    def from_both(path: Path, *rest: Any) -> Any:
-        model, about = load(path, *rest)
+    def from_both(path: Path, *rest: Any, **named: Any) -> Any:
+        model, about = load(path, *rest, **named)
         second = path.with_name("cache.pt")
         if second.exists():
             model.load_state_dict(torch.load(second))
@@ -290,8 +290,8 @@ def fewer_bytes_counted(script: ModuleType) -> None:
     """The summary says a tenth less than the file has."""
     load = script.load_artifact
 
-    def flattering(path: Path, *rest: Any) -> Any:
-        model, about = load(path, *rest)
+    def flattering(path: Path, *rest: Any, **named: Any) -> Any:
+        model, about = load(path, *rest, **named)
         return model, about._replace(bytes=about.bytes * 9 // 10)
 
     script.load_artifact = flattering  # type: ignore[attr-defined]
@@ -306,8 +306,8 @@ def weights_mended_after_loading(script: ModuleType) -> None:
         for name, value in model.state_dict().items():
             means[name] = value.detach().mean()
 
-    def mended(path: Path, *rest: Any) -> Any:
-        model, about = load(path, *rest)
+    def mended(path: Path, *rest: Any, **named: Any) -> Any:
+        model, about = load(path, *rest, **named)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in means:
