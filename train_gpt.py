@@ -4046,8 +4046,8 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
                 write_whole(run.path(f"nats_{name}.bin"), np.add.reduceat(ledger.nats, begins).tobytes())
                 if clock.modes:
                     write_whole(run.path(EVAL_MODES), json.dumps(clock.modes).encode())
-            except ConfigError as error:  # a full disk costs no score
-                run.log(f"warning: {error}")
+            except ConfigError as error:
+                run.log(f"warning: {error}")  # a full disk costs no score
         scores[name] = score
     return scores
 
