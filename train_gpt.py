@@ -5673,6 +5673,14 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
         run.log(line)
 
 
+def log_limit(run: Run, name: str, value: float, limit: float) -> dict[str, Any]:
+    """Print whether a limit was kept; 0: there is none. Returns what summary.json says of it."""
+    is_kept = limit == 0 or value <= limit
+    verdict = f" of {limit:.10g} {'ok' if is_kept else 'EXCEEDED'}" if limit else ", no limit"
+    run.log(f"limit:{name} {value:.10g}{verdict}")
+    return {"value": value, "limit": limit, "ok": is_kept}
+
+
 def summarize(
     config: Config, run: Run, inputs: Inputs, trained: Trained, about: About, scores: dict[str, Score],
     reload_seconds: float, compile_seconds: float,
@@ -5689,18 +5697,12 @@ def summarize(
             f"Serialized model int{config.matrix_bits}+rans: {about.bytes} bytes\n"
             f"Total submission size int{config.matrix_bits}+rans: {total_bytes} bytes")
 
-    # Of the score that ranks.
-    scoring_seconds = run.phases[f"eval_{next(iter(scores))}"]
-    limits = {}
-    for name, value, limit in (
-        ("train_seconds", trained.train_seconds, config.max_wallclock_seconds),
-        ("eval_seconds", scoring_seconds, config.max_eval_seconds),
-        ("artifact_bytes", total_bytes, config.artifact_bytes_max),
-    ):
-        is_kept = limit == 0 or value <= limit  # 0: there is none
-        limits[name] = {"value": value, "limit": limit, "ok": is_kept}
-        verdict = f" of {limit:.10g} {'ok' if is_kept else 'EXCEEDED'}" if limit else ", no limit"
-        run.log(f"limit:{name} {value:.10g}{verdict}")
+    scoring_seconds = run.phases[f"eval_{next(iter(scores))}"]  # of the score that ranks
+    limits = {
+        "train_seconds": log_limit(run, "train_seconds", trained.train_seconds, config.max_wallclock_seconds),
+        "eval_seconds": log_limit(run, "eval_seconds", scoring_seconds, config.max_eval_seconds),
+        "artifact_bytes": log_limit(run, "artifact_bytes", total_bytes, config.artifact_bytes_max),
+    }
     # Whether the limit is meant for scoring alone, or for all from the artifact on, is contested.
     from_artifact_seconds = reload_seconds + compile_seconds + scoring_seconds
     run.log(f"eval_clock: scoring {scoring_seconds:.2f} s, from reading the artifact "

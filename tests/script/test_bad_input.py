@@ -9,10 +9,9 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -290,20 +289,10 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """`main` catches signals, which is its process's matter."""
-    caught = [getattr(signal, name) for name in train_gpt.ENDING_SIGNALS]
-    before = {number: signal.getsignal(number) for number in caught}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.name)
 def test_one_message_with_cause_and_remedy(
     bad: Case, tmp_path: Path, dataset: Path, finished: Ended, capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch, handlers: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     desk = Desk(tmp_path, dataset, finished)
     environ = {name: str(value) for name, value in desk.settings(**bad.make(desk)).items()}
