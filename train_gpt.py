@@ -892,7 +892,7 @@ def rotate(x_BTHE: Tensor, rotary: Tensor) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """The input of attention, (B, T, heads, E)."""
+    """The input of attention, (B, T, heads, E). Keys and values may come once for each query head, too."""
 
     q_BTHE: Tensor
     k_BTKE: Tensor
@@ -913,9 +913,11 @@ def heads_plain(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
     return Heads(q_BTHE, k_BTKE, v_BTKE, v_BTKE)
 
 
-def repeat_heads(x_BTKE: Tensor, q_BTHE: Tensor) -> Tensor:
-    """Keys or values, each head once for every query head of its group."""
-    return x_BTKE.repeat_interleave(q_BTHE.size(2) // x_BTKE.size(2), 2)
+def repeat_heads(x_BTKE: Tensor, like_BTHE: Tensor) -> Tensor:
+    """Keys or values, each head as often as it takes to have as many as the other tensor."""
+    if x_BTKE.size(2) == like_BTHE.size(2):
+        return x_BTKE
+    return x_BTKE.repeat_interleave(like_BTHE.size(2) // x_BTKE.size(2), 2)
 
 
 def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
@@ -924,11 +926,15 @@ def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor 
         # torch's fast kernels with a mask do not support grouped heads.
         k_BTKE = repeat_heads(k_BTKE, q_BTHE)
         v_BTKE = repeat_heads(v_BTKE, q_BTHE)
+    dtype = q_BTHE.dtype
+    if not q_BTHE.is_cuda and dtype == torch.bfloat16:
+        # The backward pass of torch's attention takes twice as long in bfloat16 on a CPU as in fp32.
+        q_BTHE, k_BTKE, v_BTKE = q_BTHE.float(), k_BTKE.float(), v_BTKE.float()
     y_BHTE = F.scaled_dot_product_attention(
         q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2),
         mask, is_causal=mask is None, enable_gqa=True,
     )  # fmt: skip
-    return y_BHTE.transpose(1, 2)
+    return y_BHTE.transpose(1, 2).to(dtype)
 
 
 def attention_documents(
@@ -1153,10 +1159,15 @@ class GPT(nn.Module):
         softcap = self.settings.logit_softcap
         if not softcap:
             return F.cross_entropy(logits_NV, targets_N, reduction="none")
+        if logits_NV.is_cuda:
+            # The same tanh: a GPU has an instruction for the power in a sigmoid, and makes a tanh of thirty.
+            bounded_NV = 2 * torch.sigmoid(2 / softcap * logits_NV) - 1
+        else:
+            bounded_NV = torch.tanh(logits_NV / softcap)
         # Powers of bounded scores cannot overflow, so no pass looks for the largest one first. A GPU computes
         # powers of two faster than those of e, hence bits.
         nats_of_bit = math.log(2)
-        bits_NV = softcap / nats_of_bit * torch.tanh(logits_NV / softcap)
+        bits_NV = softcap / nats_of_bit * bounded_NV
         bits_N = bits_NV.exp2().sum(1).log2() + F.nll_loss(bits_NV, targets_N, reduction="none")
         return nats_of_bit * bits_N
 
@@ -1181,6 +1192,11 @@ class GPT(nn.Module):
         # Scale the rows of the matrix instead of the activations: fewer products, same output.
         whole["attn_out"] = whole.pop("attn_scale_LD")[:, :, None] * outputs
         whole["mlp_down"] = whole.pop("mlp_scale_LD")[:, :, None] * whole.pop("mlp_down_bank")
+        if "attn_gate_LHW" in whole:
+            # A GPU multiplies whole groups of eight channels: the gate reads some more, with weights of zero.
+            gates_LHW = whole.pop("attn_gate_LHW")
+            more = min(-gates_LHW.size(2) % 8, self.settings.model_dim - gates_LHW.size(2))
+            whole["attn_gate"] = F.pad(gates_LHW, (0, more))
         return {name: weights.to(self.compute_dtype).unbind(0) for name, weights in whole.items()}
 
     def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
@@ -1251,13 +1267,14 @@ class GPT(nn.Module):
         heads = self.ops.heads(qkv_BTNE, w["qk_gain_LH"][layer], context.rotary)
         if context.values_BTK is not None and layer in c.value_layers:  # only configs/pr549.env (PR #549)
             scale = w["value_layer_scale_N"][c.value_layers.index(layer)]
-            v_BTKE = heads.v_BTKE + (scale * context.values_BTK).unflatten(-1, (c.num_kv_heads, -1))
-            heads = Heads(heads.q_BTHE, heads.k_BTKE, v_BTKE, v_BTKE)
+            v_BTKE = heads.own_BTKE + (scale * context.values_BTK).unflatten(-1, (c.num_kv_heads, -1))
+            heads = Heads(heads.q_BTHE, heads.k_BTKE, repeat_heads(v_BTKE, heads.k_BTKE), v_BTKE)
         y_BTHE = self.ops.attend(heads.q_BTHE, heads.k_BTKE, heads.v_BTKE, context.documents)
 
         gate = []
         if c.sparse_attn_gate_enabled:
-            gate = [x_BTD[..., : c.gate_window], w["attn_gate_LHW"][layer]]
+            gate_HW = w["attn_gate"][layer]
+            gate = [x_BTD[..., : gate_HW.size(1)], gate_HW]
         if layer >= c.num_layers - c.xsa_last_n:
             y_BTHE = self.ops.xsa(y_BTHE, heads.own_BTKE, *gate)
         else:
@@ -1379,21 +1396,42 @@ def channel_smear(x_BTD: Tensor, inputs_BT: Tensor, weights: WeightRows, c: Mode
 # ============================================================================================================
 # KERNELS — faster forms of the operations in `Ops`. Before a run each is tried against its plain twin.
 # ============================================================================================================
-# The tile of the MLP's kernel for tensor cores: of those that were tried the fastest on an H100. On a card
-# with less shared memory than it needs, the trial passes over the kernel.
-TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)
+# The MLP's kernel makes four products. Each walks over tiles of its output, and ends a tile with an epilogue:
+#
+#   product      reads                           epilogue                      writes
+#   "up"         x, up, norm                     phi(P), P = norm · product    act, with the sign of P
+#   "down"       act, down, x                    product + x                   the output
+#   "d_product"  d_out, down, norm, act          norm · product · phi'(P)      d_product; along, sums of rows
+#   "d_x"        d_product, up, along, x, d_out  product + along · x + d_out   d_x
+#
+# phi is `activation`. The backward pass reads the root of phi(P) and the sign of P, so P itself is never
+# written: its sign is the lowest bit of act. In bfloat16 that is more exact than phi of a rounded P.
+
+# Tiles of the kernel, by the shared memory that a block may have. The first was the fastest of those tried on
+# an H100; the other two were only compiled, for an A100 and for cards with 99 KB.
+MLP_TILES = {
+    227 << 10: dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3),
+    160 << 10: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=3),
+    0: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=2),
+}
 
 if triton is not None:
 
     @triton.jit
-    def linear_leaky_square_kernel(  # type: ignore[no-untyped-def]
-        a, b, factors, given, out, more, M, N, K, scale, slope, GIVEN: tl.constexpr,
+    def mlp_kernel(  # type: ignore[no-untyped-def]
+        a, weight, factors, given, out, more, M, N, K, scale, slope,
+        PRODUCT: tl.constexpr, UNIT: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
+        # UNIT: the last bit of an output's mantissa, as a bit of fp32.
         # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
+        BACKWARD: tl.constexpr = PRODUCT == "d_product" or PRODUCT == "d_x"
         HALF_N: tl.constexpr = BLOCK_N // 2  # the epilogue goes by halves: its stores need half the memory
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-        b_tiles = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+        if BACKWARD:  # multiplies by the weights as they are, the forward pass by their transpose
+            weight_tiles = tl.make_tensor_descriptor(weight, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
+        else:
+            weight_tiles = tl.make_tensor_descriptor(weight, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
         given_tiles = tl.make_tensor_descriptor(given, [M, N], [N, 1], [BLOCK_M, HALF_N])
         out_tiles = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF_N])
         tiles_across = tl.cdiv(N, BLOCK_N)
@@ -1406,8 +1444,11 @@ if triton is not None:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(0, K, BLOCK_K):
                 a_tile = a_tiles.load([row, k])
-                b_tile = b_tiles.load([column, k])
-                acc = tl.dot(a_tile, b_tile.T, acc, input_precision="ieee")
+                if BACKWARD:
+                    weight_tile = weight_tiles.load([k, column])
+                else:
+                    weight_tile = weight_tiles.load([column, k]).T
+                acc = tl.dot(a_tile, weight_tile, acc, input_precision="ieee")
             rows = row + tl.arange(0, BLOCK_M)
             if factors is not None:
                 factor = tl.load(factors + rows, rows < M, 0.0)[:, None]
@@ -1416,28 +1457,30 @@ if triton is not None:
             for half in tl.static_range(2):
                 corner = [row, column + half * HALF_N]
                 value = halves[half]
-                if GIVEN == 0:  # the activation of the rounded P, which is what the backward pass reads
-                    p = (factor * value).to(out.dtype.element_ty)
-                    given_tiles.store(corner, p)
+                if PRODUCT == "up":
+                    value *= factor
+                    leaky = tl.where(value > 0, value, slope * value)
+                    bits = (leaky * leaky).to(tl.int32, bitcast=True)
+                    # Round to the nearest even number; of negative P to the nearest odd one.
+                    bits = tl.where(value < 0, bits & (-2 * UNIT) | UNIT, bits + UNIT & (-2 * UNIT))
+                    value = bits.to(tl.float32, bitcast=True)
+                elif PRODUCT == "down":
+                    value += given_tiles.load(corner).to(tl.float32)
+                elif PRODUCT == "d_product":
+                    act = given_tiles.load(corner).to(tl.float32)
+                    value *= 2.0 * factor
+                    sums = tl.sum(factor * value * act, 1) / (-K * scale * scale)
+                    tl.atomic_add(more + rows, sums, rows < M)
+                    # Half the derivative of phi: its root, and -slope times that where P is negative.
+                    was_negative = act.to(tl.int32, bitcast=True) & UNIT != 0
+                    value *= act * tl.rsqrt(tl.maximum(act, 1e-30))
+                    value = tl.where(was_negative, -tl.abs(slope) * value, value)
                 else:
-                    p = given_tiles.load(corner)
-                p = p.to(tl.float32)
-                if factors is None:
-                    value += p
-                elif GIVEN == 2:
+                    value += factor * given_tiles.load(corner).to(tl.float32)
                     # By addresses: Triton 3.5 gives a third descriptor more memory than a Hopper has. What
                     # lies right of the last column is of the next row, and is not stored.
                     there = rows[:, None] * N + corner[1] + tl.arange(0, HALF_N)
-                    value += factor * p
                     value += tl.load(more + there, there < M * N, 0.0)
-                else:
-                    steep = tl.where(p > 0, p, slope * slope * p)  # half the derivative
-                    if GIVEN == 0:
-                        value = p * steep
-                    else:
-                        value *= 2.0 * factor * steep
-                        sums = tl.sum(factor * value * p, 1) / (-K * scale * scale)
-                        tl.atomic_add(more + rows, sums, rows < M)
                 out_tiles.store(corner, value.to(out.dtype.element_ty))
 
     @triton.jit
@@ -1446,27 +1489,34 @@ if triton is not None:
         BACKWARD: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
-        # One head of some tokens. Forward reads qkv and writes queries and keys into q and k. Backward finds
-        # gradients in q, k, v and own_v, and writes those of qkv and, summed over these tokens, of the gain.
-        # All is computed in fp32: Triton promotes every operand of an fp32 value.
+        # One head of some tokens. Forward reads qkv and writes q, k and v: each key and value head once for
+        # every query head of its group. Backward finds gradients in q, k, v and own_v, and writes those of
+        # qkv and, summed over these tokens, of the gain. All is computed in fp32: Triton promotes every
+        # operand of an fp32 value.
         head = tl.program_id(1)
         row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         channel = tl.arange(0, BLOCK_E)[None, :]
         inside = (row < tokens) & (channel < E)
         here = (row * (H + 2 * K) + head) * E + channel
+        GROUPS: tl.constexpr = H // K
 
-        if head >= H + K:  # values pass; their two gradients add up
+        if head >= H + K:  # values pass, once for each query head; their gradients add up
+            there = (row * H + (head - H - K) * GROUPS) * E + channel
             if BACKWARD:
-                there = (row * K + head - H - K) * E + channel
-                d_x = tl.load(v + there, inside, 0.0).to(tl.float32)
-                d_x += tl.load(own_v + there, inside, 0.0)
+                d_x = tl.load(own_v + (row * K + head - H - K) * E + channel, inside, 0.0).to(tl.float32)
+                for group in tl.static_range(GROUPS):
+                    d_x += tl.load(v + there + group * E, inside, 0.0)
                 tl.store(d_qkv + here, d_x, inside)
+            else:
+                value = tl.load(qkv + here, inside, 0.0)
+                for group in tl.static_range(GROUPS):
+                    tl.store(v + there + group * E, value, inside)
         else:
-            # Where this head lies in its own tensor, which has other heads than qkv.
+            # Where this head lies in its own tensor: a key head once for each query head of its group.
             if head < H:
                 own = q + (row * H + head) * E
             else:
-                own = k + (row * K + head - H) * E
+                own = k + (row * H + (head - H) * GROUPS) * E
             # One over the root mean square of each row, and the gain of the head; keys have a gain of one.
             x = tl.load(qkv + here, inside, 0.0).to(tl.float32)
             inverse = tl.rsqrt(tl.sum(x * x, 1) / E + eps)
@@ -1481,8 +1531,13 @@ if triton is not None:
             sin = tl.load(rotary + T * HALF + angle, turned, 0.0).to(tl.float32)
             sin = tl.where(first, sin, -sin)
             if BACKWARD:
-                d = tl.load(own + channel, inside, 0.0).to(tl.float32) * cos
-                d -= tl.load(own + partner, turned, 0.0).to(tl.float32) * sin
+                d_out = tl.load(own + channel, inside, 0.0).to(tl.float32)
+                d_partner = tl.load(own + partner, turned, 0.0).to(tl.float32)
+                if head >= H:
+                    for group in tl.static_range(1, GROUPS):
+                        d_out += tl.load(own + group * E + channel, inside, 0.0)
+                        d_partner += tl.load(own + group * E + partner, turned, 0.0)
+                d = d_out * cos - d_partner * sin
                 along = tl.sum(d * x, 1)
                 d_x = scale * (d - x * (inverse * inverse * along / E)[:, None])
                 tl.store(d_qkv + here, d_x, inside)
@@ -1492,6 +1547,9 @@ if triton is not None:
                 x_partner = tl.load(qkv + here - channel + partner, turned, 0.0).to(tl.float32)
                 out = (x * cos + x_partner * sin) * scale
                 tl.store(own + channel, out, inside)
+                if head >= H:
+                    for group in tl.static_range(1, GROUPS):
+                        tl.store(own + group * E + channel, out, inside)
 
     @triton.jit
     def xsa_kernel(  # type: ignore[no-untyped-def]
@@ -1529,59 +1587,78 @@ if triton is not None:
             tl.store(d_v + there, d_own, inside)
 
 
-@torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
-def linear_leaky_square(
-    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor | None, given: list[Tensor],
+@torch.library.custom_op("train_gpt::mlp_product", mutates_args=())
+def mlp_product(
+    product: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor],
     scale: float, slope: float,
 ) -> list[Tensor]:  # fmt: skip
-    """A product and what follows it, by how many tensors (M, N) are given. phi: `activation`.
+    """One of the four products of the MLP by its kernel: see the table above the kernel.
 
-    None: P = factors A Bᵀ, and phi(P). P: G = factors A Bᵀ phi'(P), and in each row the factor of X that
-    the gradient of a norm of this `scale` has: the sum of G P, times -factors / (K scale²).
-    X and Y: A Bᵀ + factors X + Y. X without factors: A Bᵀ + X. factors: one for each row.
-    ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
+    weight: up_FD or down_DF; forward products sum over its second axis, backward ones over its first.
+    factors_M: norm or along, fp32. given: the (M, N) tensors that the epilogue reads. scale: of the norm
+    before the MLP. Returns the output (M, N), and for "d_product" also along_M: how much of each row of x is
+    in its gradient by way of its norm, -norm / (K scale²) times the row's sum of norm · product · phi'(P) P.
+    ValueError where a row is not whole 16 bytes, or a tensor does not begin at a multiple of them.
     """
     device = a_MK.device
-    results = linear_leaky_square_shapes(a_MK, b_NK, factors_M, given)
-    a, b, *given = [tensor.contiguous() for tensor in (a_MK, b_NK, *given)]
+    results = mlp_product_shapes(product, a_MK, weight, factors_M, given)
+    a, weight, *given = [tensor.contiguous() for tensor in (a_MK, weight, *given)]
     # The tensor memory accelerator copies whole 16 bytes; other shapes take the plain form.
-    for operand in (a, b, *given, results[0]):
+    for operand in (a, weight, *given, results[0]):
         if operand.data_ptr() % 16 or operand.shape[-1] * operand.itemsize % 16:
-            raise ValueError(f"TMA reads rows of whole 16 bytes; got {a.shape[1]} and {len(b)} columns")
+            columns = f"{a.shape[1]} and {results[0].shape[1]} columns"
+            raise ValueError(f"TMA reads rows of whole 16 bytes; got {columns}")
 
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
     # It knows the device alone: a tensor in it would stay alive in both threads.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
     programs = 1
+    shared_bytes = max(MLP_TILES)
     if a.is_cuda:
         programs = torch.cuda.get_device_properties(device).multi_processor_count
-    # The kernel has one order of three pointers: P or X, the output, then nothing, the sums or Y.
-    pointers = [*given[:1], *results, *given[1:], None]
-    linear_leaky_square_kernel[(programs,)](
-        a, b, factors_M, *pointers[:3], len(a), len(b), a.shape[1], scale, slope,
-        GIVEN=len(given), **TILE)  # fmt: skip
+        shared_bytes = shared_memory_bytes(device.index)
+    # The kernel has one order of three pointers: what is given, the output, and nothing, along or d_out.
+    pointers = [*(given[:1] or results), *results, *given[1:], None]
+    mlp_kernel[(programs,)](
+        a, weight, factors_M, *pointers[:3], *results[0].shape, a.shape[1], scale, slope, PRODUCT=product,
+        UNIT=int(torch.finfo(a.dtype).eps * 2**23), **mlp_tile(product, shared_bytes))  # fmt: skip
     return results
 
 
-@linear_leaky_square.register_fake
-def linear_leaky_square_shapes(
-    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor | None, given: list[Tensor], *options: float
+@functools.cache
+def shared_memory_bytes(device: int) -> int:
+    """How much a block of this GPU may have."""
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+
+
+def mlp_tile(product: str, shared_bytes: int) -> dict[str, int]:
+    """Options of the kernel for a product, on a card whose blocks may have this much shared memory."""
+    fitting = max(least_bytes for least_bytes in MLP_TILES if least_bytes <= shared_bytes)
+    tile = dict(MLP_TILES[fitting])
+    # The epilogue of "up" reads nothing, which leaves a Hopper memory for a fourth stage.
+    if product == "up" and fitting == max(MLP_TILES):
+        tile["num_stages"] = 4
+    return tile
+
+
+@mlp_product.register_fake
+def mlp_product_shapes(
+    product: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor], *options: float
 ) -> list[Tensor]:
     """Empty outputs of the kernel's shapes, with which torch.compile traces."""
+    columns = weight.size(0) if product in ("up", "down") else weight.size(1)
     # No `len`, which would make a number of rows that is left open a constant of the graph.
-    results = [a_MK.new_empty(a_MK.size(0), b_NK.size(0))]
-    if not given:
-        results.append(torch.empty_like(results[0]))
-    if len(given) == 1 and factors_M is not None:
+    results = [a_MK.new_empty(a_MK.size(0), columns)]
+    if product == "d_product" and factors_M is not None:
         results.append(torch.zeros_like(factors_M))  # tiles add to it
     return results
 
 
 class FusedMlp(torch.autograd.Function):
-    """`mlp_plain`. Normalised rows are never written, nor kept for the backward pass.
+    """`mlp_plain`. Normalized rows are never written, nor kept for the backward pass.
 
     The factors of the norm, the activation, its derivative, and the gradients of norm and residual are in
-    epilogues of products (PR #1530 after modded-nanogpt PR #197).
+    epilogues of products (PR #1530 after modded-nanogpt PR #197; one number after its PR #322).
     """
 
     @staticmethod
@@ -1589,19 +1666,19 @@ class FusedMlp(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float
     ) -> Tensor:
         norm_N = scale * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
-        pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, [], scale, slope)
-        ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF)
+        (act_NF,) = mlp_product("up", x_ND, up_FD, norm_N, [], scale, slope)
+        ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, act_NF)
         ctx.options = (scale, slope)
-        return linear_leaky_square(act_NF, down_DF, None, [x_ND], scale, slope)[0]
+        return mlp_product("down", act_NF, down_DF, None, [x_ND], scale, slope)[0]
 
     @staticmethod
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Any, ...]:
-        x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
+        x_ND, norm_N, up_FD, down_DF, act_NF = ctx.saved_tensors
         options = ctx.options
         # The gradient of X Upᵀ, as norm_N multiplies it behind the product. A longer row has a smaller
         # norm_N: along_N of x itself is in its gradient.
-        d_product_NF, along_N = linear_leaky_square(d_out_ND, down_DF.t(), norm_N, [pre_NF], *options)
-        d_x_ND = linear_leaky_square(d_product_NF, up_FD.t(), along_N, [x_ND, d_out_ND], *options)[0]
+        d_product_NF, along_N = mlp_product("d_product", d_out_ND, down_DF, norm_N, [act_NF], *options)
+        (d_x_ND,) = mlp_product("d_x", d_product_NF, up_FD, along_N, [x_ND, d_out_ND], *options)
         # Where adapters learn, nobody asks for the last two: the compiler leaves them out.
         return d_x_ND, d_product_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None, None
 
@@ -1619,9 +1696,10 @@ HEAD_ROWS = 32
 @torch.library.custom_op("train_gpt::heads", mutates_args=())
 def launch_heads(
     qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, gradients: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys of `heads_plain`. Given `gradients` of Heads: the gradients of qkv and of the gain.
+) -> list[Tensor]:
+    """Queries, keys and values of `heads_plain`, keys and values once for each query head.
 
+    Given `gradients`, those of Heads: the gradients of qkv and of the gain.
     The gradient of the gain comes in one part for each program, (H, programs) in fp32.
     """
     results = heads_shapes(qkv_BTNE, gain_H, rotary, gradients)
@@ -1633,10 +1711,9 @@ def launch_heads(
         pointers = [*(gradient.contiguous() for gradient in gradients), *results]
         programs = results[1].size(1)  # the last may have no tokens: it writes zeros
     else:
-        pointers = [*results, None, None, None, None]
+        pointers = [*results, None, None, None]
         programs = triton.cdiv(B * T, HEAD_ROWS)
-    # Forward, the values stay where they are.
-    heads_kernel[(programs, N if gradients else H + K)](
+    heads_kernel[(programs, N)](
         qkv_BTNE.contiguous(), gain_H.contiguous(), rotary.contiguous(), *pointers, B * T, T, RMS_NORM_EPS,
         BACKWARD=bool(gradients), H=H, K=K, E=E, HALF=rotary.size(-1),
         BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E))  # fmt: skip
@@ -1646,15 +1723,15 @@ def launch_heads(
 @launch_heads.register_fake
 def heads_shapes(
     qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, gradients: list[Tensor]
-) -> tuple[Tensor, Tensor]:
+) -> list[Tensor]:
     """What the kernel returns, without its values."""
-    B, T, N, E = qkv_BTNE.shape
+    B, T, _, E = qkv_BTNE.shape
     H = len(gain_H)
     if gradients:
         # Two at least: the compiler would make a graph of its own for one.
         programs = 2 + B * T // HEAD_ROWS
-        return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(H, programs, dtype=torch.float32)
-    return qkv_BTNE.new_empty(B, T, H, E), qkv_BTNE.new_empty(B, T, (N - H) // 2, E)
+        return [qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(H, programs, dtype=torch.float32)]
+    return [qkv_BTNE.new_empty(B, T, H, E) for _ in range(3)]
 
 
 class FusedHeads(torch.autograd.Function):
@@ -1663,10 +1740,8 @@ class FusedHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(qkv_BTNE, gain_H, rotary)
-        q_BTHE, k_BTKE = launch_heads(qkv_BTNE, gain_H, rotary, [])
-        # The values come twice, or autograd would add up their gradients before the kernel: two passes.
-        values = -k_BTKE.size(2)
-        return q_BTHE, k_BTKE, qkv_BTNE[:, :, values:], qkv_BTNE[:, :, values:]
+        key_heads = (qkv_BTNE.size(2) - len(gain_H)) // 2
+        return *launch_heads(qkv_BTNE, gain_H, rotary, []), qkv_BTNE[:, :, -key_heads:]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -1744,15 +1819,16 @@ def load_attention(name: str) -> Operation:
         kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
     else:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # Packages and versions spell causal attention and grouped heads differently.
-    spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "enable_gqa": True}
+    # Packages and versions spell causal attention differently. With packed query heads FlashAttention-3 reads
+    # them without TMA.
+    spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "pack_gqa": False}
     options = {key: spellings[key] for key in inspect.signature(kernel).parameters if key in spellings}
-    takes_grouped_heads = "causal" in options or "enable_gqa" in options  # torch 2.10 does not
 
     def attention_varlen(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, starts: Tensor) -> Tensor:
-        if not takes_grouped_heads:
-            k_BTKE = repeat_heads(k_BTKE, q_BTHE)
-            v_BTKE = repeat_heads(v_BTKE, q_BTHE)
+        # With grouped heads FlashAttention-3 adds up the gradients of keys and values in fp32, in memory that
+        # it clears first and converts afterwards: slower than keys and values for each query head.
+        k_BTKE = repeat_heads(k_BTKE, q_BTHE)
+        v_BTKE = repeat_heads(v_BTKE, q_BTHE)
         length = q_BTHE.size(1)
         # A second view of the starts for the keys: Dynamo of torch 2.13 refuses the same tensor twice where a
         # package's own autograd.Function takes it.
@@ -1833,12 +1909,15 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list
 
     rotary = rotary_table(c.train_seq_len, c, machine.device).to(machine.dtype)
 
-    def around_attention(model: GPT, qkv_BTNE: Tensor, gain_H: Tensor, *gate: Tensor) -> Tensor:
+    def around_attention(model: GPT, wide_BTNE: Tensor, gain_H: Tensor, *gate: Tensor) -> Tensor:
+        # Some heads more than it reads, or the first input would be smaller than the output.
+        qkv_BTNE = wide_BTNE[:, :, : c.num_heads + 2 * c.num_kv_heads]
         q_BTHE, k_BTKE, v_BTKE, own_BTKE = model.ops.heads(qkv_BTNE, gain_H, rotary)
         # Queries stand for the output of attention.
-        return torch.cat([model.ops.xsa(q_BTHE, own_BTKE, *gate), k_BTKE, v_BTKE], dim=2)
+        y_BTHE = model.ops.xsa(q_BTHE, own_BTKE, *gate)
+        return torch.cat([y_BTHE, repeat_heads(k_BTKE, q_BTHE), repeat_heads(v_BTKE, q_BTHE)], dim=2)
 
-    inputs = [normal(*shape_BT, c.num_heads + 2 * c.num_kv_heads, c.head_dim), normal(c.num_heads)]
+    inputs = [normal(*shape_BT, 3 * c.num_heads, c.head_dim), normal(c.num_heads)]
     if c.sparse_attn_gate_enabled:
         inputs += [normal(*shape_BT, c.gate_window), normal(c.num_heads, c.gate_window)]
     return around_attention, inputs
@@ -2263,7 +2342,8 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
         torch.cuda.set_device(device)
         has_bfloat16_units = torch.cuda.get_device_capability()[0] >= 8
     else:
-        has_bfloat16_units = torch.cpu._is_amx_tile_supported()
+        # By the processor's flags alone, never by a timing: two sides of a comparison must not differ.
+        has_bfloat16_units = torch.cpu._is_avx512_bf16_supported()
 
     # Processors without units for bfloat16 compute in it, but slower than in fp32.
     dtype = torch.bfloat16 if has_bfloat16_units else torch.float32

@@ -32,7 +32,7 @@ class Roof:
 
 
 def mlp_costs(tokens: int, dim: int, hidden_dim: int) -> dict[str, list[Cost]]:
-    """Two products forward, four backward; P and H are written once and read once a use.
+    """Two products forward, four backward; hidden values are written once and read once a use.
 
     The residual is read by the second product, and with its gradient by the last but two.
     """
@@ -42,7 +42,7 @@ def mlp_costs(tokens: int, dim: int, hidden_dim: int) -> dict[str, list[Cost]]:
     operations = 2.0 * tokens * dim * hidden_dim
     two_hidden = Cost(operations, BYTES * (x + weight + 2 * hidden))
     one_hidden = Cost(operations, BYTES * (x + weight + hidden))
-    forward = [two_hidden, Cost(operations, one_hidden.bytes + BYTES * x)]
+    forward = [one_hidden, Cost(operations, one_hidden.bytes + BYTES * x)]
     backward = [two_hidden, Cost(operations, one_hidden.bytes + BYTES * 2 * x), one_hidden, one_hidden]
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
@@ -53,9 +53,10 @@ def heads_costs(tokens: int, heads: int, key_heads: int, head_dim: int) -> dict[
     keys = tokens * key_heads * head_dim
     gates = tokens * heads
     projected = queries + 2 * keys
-    # Queries and keys are read and written; backward the gradients of all three as well, of the values twice.
-    before = Cost(0.0, BYTES * 2 * (queries + keys))
-    before_backward = Cost(0.0, BYTES * (queries + keys + 2 * projected + keys) + 4 * gates)
+    # All heads are read, and keys and values are written once for each query head. Backward their gradients
+    # are read, those of the values once more, and those of all heads are written.
+    before = Cost(0.0, BYTES * (projected + 3 * queries))
+    before_backward = Cost(0.0, BYTES * (queries + keys + 3 * queries + keys + projected) + 4 * gates)
     behind = Cost(0.0, BYTES * (2 * queries + keys + gates))
     behind_backward = Cost(0.0, BYTES * (3 * queries + 2 * keys + 2 * gates))
     forward = [before, behind]
