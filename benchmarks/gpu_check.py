@@ -38,7 +38,8 @@ import numpy as np
 import torch
 
 import train_gpt
-from benchmarks import kernels, results, ttt
+from benchmarks import kernels, ttt
+from benchmarks.conditions import script_hash
 from benchmarks.gpu_model import calibration, memory
 from benchmarks.ttt import GPUS
 from data.files import escape_unprintable
@@ -464,7 +465,7 @@ def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__fil
     check = Check(given.out.resolve(), program)
     settings = " ".join(f"{name}={value}" for name, value in check.meant.overrides().items())
     about = (f"{check.gpus} x {check.card}; torch {torch.__version__}, CUDA {torch.version.cuda}, triton "
-             f"{getattr(train_gpt.triton, '__version__', None)}, train_gpt.py {results.script_hash()}; "
+             f"{getattr(train_gpt.triton, '__version__', None)}, train_gpt.py {script_hash()}; "
              f"settings: {settings or 'the defaults'}.")  # fmt: skip
     if check.data:
         about += " The data are the sample, with a smaller vocabulary: projections are not those of the run."

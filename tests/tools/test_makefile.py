@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EMPTY = ("CONFIG", "NAME", "SEEDS", "RUNS_DIR", "PYTHON", "TEST_WORKERS", "TORCH_VERSIONS",
-         "TORCH_ENVIRONMENTS", "KEEP")  # fmt: skip
+         "TORCH_ENVIRONMENTS")  # fmt: skip
 
 
 def recipe(repo: Path, target: str, *given: str, **environment: str) -> str:
