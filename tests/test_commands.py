@@ -37,7 +37,7 @@ RUN_BY = [
     ("RESUME=runs/long", "script/test_resume.py::test_a_run_stopped_twice_on_other_numbers_of_ranks"),
     ("torchrun", TORCHRUN), ("RESUME=", FIRST_HOUR), ("EVAL_ONLY=", FIRST_HOUR),
     ("TRACE_STEPS=", FIRST_HOUR),
-    ("h100_1gpu.env", "tools/test_gpu_model.py::test_a_config_names_a_card_on_which_it_fits"),
+    ("h100_1gpu.env", "tools/test_gpu_check.py::test_a_config_names_a_card_on_which_it_fits"),
     ("train_gpt.py --help", "script/test_bad_input.py::test_a_locale_that_is_not_utf_8"),
     ("data/fineweb.py", FIRST_HOUR), ("data/export.py", FIRST_HOUR),
     ("data/fuse.py", "data/test_fuse.py::test_a_dataset_is_fused_resumed_and_scored_by_the_same_bytes"),
