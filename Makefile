@@ -67,13 +67,11 @@ demo: $(READY) ## train, quantize, score and write text on this machine, in minu
 	@echo; $(RUN) -m tools summary "$(RUNS)/$(NAME)"
 	@echo; $(RUN) -m tools generate "$(RUNS)/$(NAME)/model.bin" "The function returns"
 
-seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1 2 3" CONFIG=file NAME=run)
+seeds: $(READY) ## the same run with several seeds, ready to be packed; resumes (SEEDS="1 2 3" CONFIG=file NAME=run)
 	@$(RUN) data/sample.py
-	@for seed in $(SEEDS); do \
-		CONFIG="$(CONFIG)" SEED=$$seed RUNS_DIR="$(RUNS)" RUN_ID="$(NAME)-seed$$seed" \
-			$(RUN) train_gpt.py || exit 1; \
-		! grep '^limit:.*EXCEEDED' "$(RUNS)/$(NAME)-seed$$seed/log.txt" || exit 1; \
-	done
+	@mkdir -p "$(RUNS)"
+	@printf 'seeds: %s\n%s: CONFIG="%s"\n' "$(SEEDS)" "$(NAME)" "$(CONFIG)" > "$(RUNS)/$(NAME).sweep"
+	@$(RUN) -m tools sweep "$(RUNS)/$(NAME).sweep" --folder "$(RUNS)"
 	@echo "pack them: $(RUN) -m tools pack $(RUNS)/$(NAME)-seed* --name MyRecord --track track_mine"
 
 # Tests run several programs at once: threads that spin would take time from others.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tools.__main__ import VERBS, build_parser
+from tools.compare.rows import read_lines
 
 REPO = Path(__file__).parents[1]
 READMES = ["README.md", "data/README.md", "records/README.md", "tools/prove/adapters/README.md",
@@ -138,21 +139,18 @@ def test_a_torch_that_fails_is_named_and_the_others_are_traced(repo: Path, tmp_p
     assert re.findall(r"^failed on torch (.+)$", ended.stdout, re.MULTILINE) == ["2.1.0"]
 
 
-def test_no_second_seed_follows_a_run_that_exceeded_a_limit(repo: Path, tmp_path: Path) -> None:
-    """`make seeds`, with a program in the place of Python that writes a log."""
+def test_several_seeds_are_a_sweep_of_one_row(repo: Path, tmp_path: Path) -> None:
+    """`make seeds`, with a program in the place of Python: it ends as the sweep ends, in this folder."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    python.write_text("""#!/bin/sh
-[ "$1" = train_gpt.py ] || exit 0
-mkdir "$RUNS_DIR/$RUN_ID" && echo "limit:eval_seconds $SEED of 1 $VERDICT" > "$RUNS_DIR/$RUN_ID/log.txt"
-""")
+    python.write_text('#!/bin/sh\n[ "$2" = tools ] || exit 0\necho "$*"\nexit $STATUS\n')
     python.chmod(0o755)
     (tmp_path / ".ready").touch()
-    for verdict, seeds in (("EXCEEDED", ["a-seed1"]), ("ok", ["b-seed1", "b-seed2"])):
-        given = [f"VENV={tmp_path}", "SEEDS=1 2", f"NAME={seeds[0][0]}", "CONFIG=none"]
-        environ = {**os.environ, "RUNS_DIR": str(tmp_path), "VERDICT": verdict}
-        command = ["make", "seeds", *given]
+    for status in (0, 1):
+        environ = {**os.environ, "RUNS_DIR": f"{tmp_path}/my runs", "STATUS": str(status)}
+        command = ["make", "seeds", f"VENV={tmp_path}", "SEEDS=1 2", "NAME=a", "CONFIG=my settings.env"]
         ended = subprocess.run(command, cwd=repo, env=environ, capture_output=True, text=True)
-        assert sorted(path.name for path in tmp_path.glob(f"{seeds[0][0]}-*")) == seeds
-        assert (ended.returncode == 0) == (verdict == "ok"), ended.stderr
-        assert ("limit:eval_seconds 1 of 1 EXCEEDED" in ended.stdout) == (verdict != "ok")
+        assert (ended.returncode == 0) == (status == 0) == ("pack them: " in ended.stdout), ended.stderr
+        assert f"-m tools sweep {tmp_path}/my runs/a.sweep --folder {tmp_path}/my runs" in ended.stdout
+    lines = read_lines(tmp_path / "my runs/a.sweep")
+    assert lines == {"seeds": ["1", "2"], "a": ["CONFIG=my settings.env"]}
