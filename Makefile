@@ -1,9 +1,9 @@
 # `make` alone lists the targets: the text behind ## of each.
 .DEFAULT_GOAL := help
-.PHONY: help demo seeds test test-slow test-torch gpu-check bench docs lint clean
+.PHONY: help demo seeds test test-slow test-torch gpu-check bench lint clean
 
 # A variable that is set but empty, as Compose and CI files hand it on, is not given.
-GIVEN := PYTHON TORCH_VERSIONS TORCH_ENVIRONMENTS CONFIG NAME SEEDS TEST_WORKERS KEEP RUNS_DIR
+GIVEN := PYTHON TORCH_VERSIONS TORCH_ENVIRONMENTS CONFIG NAME SEEDS TEST_WORKERS RUNS_DIR
 GIVEN += GOMP_SPINCOUNT MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_
 is_empty = $(if $(filter-out undefined,$(origin $(1))),$(if $(strip $($(1))),,yes))
 $(foreach name,$(GIVEN),$(if $(call is_empty,$(name)),$(eval override undefine $(name))))
@@ -26,8 +26,6 @@ TEST_WORKERS ?= 2
 # Where a run writes: the environment's word, else that of its settings.
 WRITES = $(or $(shell sed -n 's/^RUNS_DIR=//p' "$(CONFIG)" 2>/dev/null),runs)
 RUNS = $(or $(RUNS_DIR),$(WRITES))
-KEEP ?= 0
-KEEP_OPTION = $(if $(filter 1,$(KEEP)),--keep)
 
 # Make hands what its command line gives to every program; the script would ask whether SEED was meant.
 unexport SEEDS
@@ -69,13 +67,11 @@ demo: $(READY) ## train, quantize, score and write text on this machine, in minu
 	@echo; $(RUN) -m tools summary "$(RUNS)/$(NAME)"
 	@echo; $(RUN) -m tools generate "$(RUNS)/$(NAME)/model.bin" "The function returns"
 
-seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1 2 3" CONFIG=file NAME=run)
+seeds: $(READY) ## the same run with several seeds, ready to be packed; resumes (SEEDS="1 2 3" CONFIG=file NAME=run)
 	@$(RUN) data/sample.py
-	@for seed in $(SEEDS); do \
-		CONFIG="$(CONFIG)" SEED=$$seed RUNS_DIR="$(RUNS)" RUN_ID="$(NAME)-seed$$seed" \
-			$(RUN) train_gpt.py || exit 1; \
-		! grep '^limit:.*EXCEEDED' "$(RUNS)/$(NAME)-seed$$seed/log.txt" || exit 1; \
-	done
+	@mkdir -p "$(RUNS)"
+	@printf 'seeds: %s\n%s: CONFIG="%s"\n' "$(SEEDS)" "$(NAME)" "$(CONFIG)" > "$(RUNS)/$(NAME).sweep"
+	@$(RUN) -m tools sweep "$(RUNS)/$(NAME).sweep" --folder "$(RUNS)"
 	@echo "pack them: $(RUN) -m tools pack $(RUNS)/$(NAME)-seed* --name MyRecord --track track_mine"
 
 # Tests run several programs at once: threads that spin would take time from others.
@@ -107,12 +103,9 @@ gpu-check: $(READY) ## whether this GPU runs the script as it should: ten minute
 	@$(RUN) data/sample.py
 	@$(RUN) benchmarks/gpu_check.py
 
-bench: $(READY) ## print what a step pays for its batches (KEEP=1: put it into benchmarks/, too)
+bench: $(READY) ## print what a step pays for its batches
 	@$(RUN) data/sample.py
-	@$(RUN) benchmarks/loader.py --turns 12 $(KEEP_OPTION)
-
-docs: $(READY) ## write every generated table of the pages
-	@$(RUN) -m tools docs
+	@$(RUN) benchmarks/loader.py --turns 12
 
 lint: $(READY) ## style and types
 	@$(RUN) -m ruff check .

@@ -3,7 +3,7 @@
     python benchmarks/beside.py ~/parameter-golf/train_gpt.py --seconds 180 [--runs DIR]
         [--data data/datasets/fineweb_sample_sp1024 --tokenizer data/tokenizers/fineweb_1024_bpe.model]
         [--config configs/cpu_demo.env] [--set NAME=VALUE ...] [--theirs NAME=VALUE ...]
-        [--as-theirs configs/pr549.env] [--seeds 42 1337 2025] [--only speed theirs ours ...] [--keep]
+        [--as-theirs configs/pr549.env] [--seeds 42 1337 2025] [--only speed theirs ours ...]
     python benchmarks/beside.py --steps 300 --only ours
 
 PATH is your own copy of a script that `benchmarks/upstream.py` can run. It keeps its own defaults, except for
@@ -19,25 +19,29 @@ say so get the other order; `theirs shuffled` trains on what ours trains on. Whe
 of its weights, the average and the last weights are scored, and the better ones count. One that does not
 quantize like the baseline is not shipped: then the scores before quantization are compared.
 
-Runs are kept in DIR, and several processes started alike share the work. A result that --keep stores has the
-name of your copy, `pr549_train_gpt.py` say, in its own; `train_gpt.py` is the challenge's.
+Runs are kept in DIR, and several processes started alike share the work. The name of your copy says whose
+script it is: `pr549_train_gpt.py`, say; `train_gpt.py` is the challenge's.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import itertools
 import json
 import math
 import os
+import re
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn CPU seconds
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also in the thread that a public script runs in
@@ -50,14 +54,18 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import experiments, paired, results  # noqa: E402
-from benchmarks.experiments import Budget, mean_of, place_of  # noqa: E402
+from benchmarks import paired  # noqa: E402
+from benchmarks.conditions import conditions, described  # noqa: E402
 from benchmarks.turns import Turns, endless  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
+from data import sample  # noqa: E402
 from data.files import escape_unprintable  # noqa: E402
+from tools.runs.writing import write_text  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
 
-TITLE = "A public script beside this one"
+SAMPLE = REPO / "data" / "datasets" / sample.NAME
+TOKENIZER = REPO / "data" / "tokenizers" / sample.TOKENIZER_FILE
+CLOCK = REPO / "benchmarks" / "cpu_clock.py"
 BASELINE = REPO / "configs" / "upstream_baseline.env"
 SHUFFLED = "theirs shuffled"
 AS_THEIRS = "ours as theirs"
@@ -93,8 +101,92 @@ COMPARED = [
 ]  # fmt: skip
 SPEED_TURNS = 8
 TURN_STEPS = 5
-PROGRAM = (Path(__file__), REPO / "benchmarks/upstream.py", *experiments.PROGRAM)
+PROGRAM = (Path(__file__), REPO / "benchmarks/upstream.py", CLOCK)
+# What all runs of a table must have in common, as their conditions have it.
+ALIKE = ("script", "program", "processor", "torch", "threads")
+HESSIAN_SECONDS = 600.0  # more than any run here takes for them
 SCORED_ROWS = 64  # sequences of a batch
+
+
+class BesideError(RuntimeError):
+    """A run failed, or runs do not belong into one table; the message says what to do."""
+
+
+class Budget(NamedTuple):
+    """How long each side trains: by exactly one of these."""
+
+    steps: int = 0
+    seconds: float = 0.0  # of the CPU
+
+    def settings(self, values: dict[str, str]) -> dict[str, str]:
+        """The settings that end a run of these values after the budget; its Hessians come after it."""
+        if self.steps:
+            return {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(self.steps)}
+        reserve = HESSIAN_SECONDS if Config.from_env(values).gptq else 0.0
+        return {"ITERATIONS": "1000000", "MAX_WALLCLOCK_SECONDS": f"{self.seconds + reserve:g}",
+                "GPTQ_RESERVE_SECONDS": f"{reserve:g}"}  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g}s" if self.seconds else f"{self.steps}steps"
+
+
+def place_of(path: Path) -> str:
+    """From the repository's folder if it lies there: a run that is packed names no folder of a machine."""
+    place = path.resolve()
+    return str(place.relative_to(REPO) if place.is_relative_to(REPO) else place)
+
+
+def run_script(script: Path, settings: dict[str, str], directory: Path) -> dict[str, Any]:
+    """Start the script with these settings on one thread, by the CPU's clock; the figures of its run.
+
+    A half-finished run in the directory is removed first. BesideError with the end of what it printed.
+    """
+    if directory.exists():
+        shutil.rmtree(directory)
+    # Settings that the shell has would reach one side alone.
+    kept = {name: value for name, value in os.environ.items() if name not in Config().as_env()}
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+    place = {"RUNS_DIR": place_of(directory.parent), "RUN_ID": directory.name}
+    environ = {**kept, **threads, **settings, **place}
+    command = [sys.executable, str(CLOCK), str(script)]
+    ended = subprocess.run(
+        command, cwd=REPO, env=environ, capture_output=True, encoding="utf-8", errors="replace"
+    )
+    if ended.returncode != 0:
+        printed = (ended.stdout + ended.stderr).strip()[-2000:]
+        raise BesideError(f"{directory}: the script ended with {ended.returncode}:\n{printed}")
+    return figures(directory)
+
+
+def figures(directory: Path) -> dict[str, Any]:
+    """What a finished run of ours says of itself: size, steps, seconds, bits per byte."""
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    log = (directory / "log.txt").read_text(encoding="utf-8")
+    found = {
+        "seed": summary["seed"], "parameters": int(re.findall(r"^model_params:(\d+)", log, re.MULTILINE)[0]),
+        "steps": summary["steps"], "bytes": summary["artifact"]["bytes"],
+        "val_bpb": summary["losses"]["roundtrip"]["bits_per_byte"],
+    }  # fmt: skip
+    for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        # The weights that are shipped, before they are quantized.
+        if event["event"] == "val" and event["label"].startswith("DIAGNOSTIC"):
+            found["float_bpb"] = event["val_bpb"]
+        if event["event"] == "train":
+            found["seconds"] = event["train_time_ms"] / 1e3
+    return found
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether this process alone may write the file; a process that dies gives its claim back."""
+    with open(f"{path}.lock", "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield not path.exists()
 
 
 class Race:
@@ -119,7 +211,7 @@ class Race:
         # Whole sequences, so that both score the same targets with the same context.
         length = Config.from_env(self.ours).train_seq_len
         self.ours["VAL_TOKENS_LIMIT"] = str(arguments.val_tokens // length * length)
-        self.budget = Budget(arguments.steps, arguments.seconds, arguments.tflop)
+        self.budget = Budget(arguments.steps, arguments.seconds)
         self.ours.update(self.budget.settings(self.ours))
         self.config = Config.from_env(self.ours)
         self.code_bytes = len(train_gpt.with_settings(shipped, self.config))
@@ -178,7 +270,8 @@ class Race:
 
     def measure(self, side: str, seed: int) -> dict[str, Any]:
         """One side with one seed, and the conditions it was measured under."""
-        before = experiments.conditions("float32", PROGRAM)
+        program = hashlib.sha256(b"".join(path.read_bytes() for path in PROGRAM)).hexdigest()[:12]
+        before = {**conditions(), "threads": 1, "program": program}
         if side == "speed":
             found = {"seed": seed, **self.speeds(seed)}
         elif side in OF_THEIRS:
@@ -191,9 +284,7 @@ class Race:
         """A run of this script."""
         settings = self.as_theirs() if side.startswith(AS_THEIRS) else self.ours
         settings = {**settings, **ORDERS.get(side, {}), "SEED": str(seed)}
-        found = experiments.run_script(REPO / "train_gpt.py", settings, run_path(self.runs, side, seed))
-        scores = found.pop("scores")
-        return {**found, "float_bpb": scores["float"], "val_bpb": scores["roundtrip"]}
+        return run_script(REPO / "train_gpt.py", settings, run_path(self.runs, side, seed))
 
     def upstream(self, seed: int, clock: TrainingClock | None = None) -> Upstream:
         """Their script, waiting for its first batch."""
@@ -273,6 +364,11 @@ class Race:
                 for name, cpu_ms in new.items():
                     taken[name] += cpu_ms if turn else []  # the first steps allocate
         return taken
+
+
+def mean_of(runs: paired.Runs, figure: str) -> float:
+    """Over the runs."""
+    return statistics.mean(run[figure] for run in runs)
 
 
 def means_of_turns(times_ms: list[float]) -> list[float]:
@@ -397,45 +493,24 @@ def name_of_script(path: Path) -> str:
 
 
 def result_name(arguments: argparse.Namespace) -> str:
-    """Of the file that --keep stores: which script, unless it is the challenge's, the data, the seconds."""
+    """Of the folder of runs: which script, unless it is the challenge's, the data, the budget."""
     script = name_of_script(arguments.path)
-    length = Budget(arguments.steps, arguments.seconds, arguments.tflop)
+    length = Budget(arguments.steps, arguments.seconds)
     return "-".join(["beside", *([script] if script else []), arguments.data.name, str(length)])
-
-
-def command(measured: dict[str, Any]) -> str:
-    """The command that measures the first run again, where no public script is needed and all is default."""
-    side, runs = next(iter(measured["rows"].items()))
-    return (
-        f"python benchmarks/beside.py --steps {runs[0]['steps']} --only '{side}' --seeds {runs[0]['seed']} "
-        f"--val-tokens {measured['val_targets']}"
-    )
-
-
-def figure(measured: dict[str, Any]) -> str:
-    """The scores of the first run."""
-    side, runs = next(iter(measured["rows"].items()))
-    told = f"float {runs[0]['float_bpb']:.6f}, val_bpb {runs[0]['val_bpb']:.6f}"
-    return f"{told} ({side}, seed {runs[0]['seed']})"
-
-
-def check_nothing_is_lost(name: str, sha256: str) -> None:
-    """SystemExit where a result of this name is stored that is another script's."""
-    path = results.FOLDER / f"{name}.json"
-    if path.exists():
-        stored = json.loads(path.read_text(encoding="utf-8"))["measured"]
-        if stored["sha256"] != sha256:
-            raise SystemExit(
-                f"{path}: holds a script of {stored['sha256']}, this one is of {sha256}; give your copy "
-                "another name, like pr549_train_gpt.py, or remove that file"
-            )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("path", type=Path, nargs="?", default=Path(), help="copy of a public train_gpt.py")
-    experiments.add_options(parser)
+    parser.add_argument("--data", type=Path, default=SAMPLE, help="folder of shards (the built-in sample)")
+    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="SentencePiece model of the shards")
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--steps", type=int, default=0)
+    budget.add_argument("--seconds", type=float, default=0.0, help="of the CPU, of training alone")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top")
+    parser.add_argument("--runs", type=Path, help="folder of the runs (default: below runs/)")
     parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env")
     parser.add_argument(
         "--theirs", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the public script"
@@ -458,17 +533,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure what is not measured yet, print the tables, and with --keep store them."""
+    """Measure what is not measured yet, and print the tables."""
     escape_unprintable()
     try:
         measure(parse(None))
-    except (UpstreamError, ConfigError, experiments.ExperimentError) as error:
+    except (UpstreamError, ConfigError, BesideError) as error:
         raise SystemExit(str(error)) from error
 
 
 def run_path(runs: Path, side: str, seed: int) -> Path:
     """Where a run of ours writes; what is kept of any run stands beside it, with .json at the end."""
     return runs / f"{side.replace(', ', '-').replace(' ', '-')}-seed{seed}"
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Make the built-in sample if it is the data. BesideError where not all of it is."""
+    on_sample = arguments.data == SAMPLE
+    if on_sample != (arguments.tokenizer == TOKENIZER):
+        raise BesideError("--data and --tokenizer belong together: give both, or none for the sample")
+    if on_sample and sample.main([]) != 0:
+        raise BesideError(f"{SAMPLE}: the sample is not there; `python data/sample.py` makes it")
+
+
+def check_alike(found: list[dict[str, Any]], folder: Path) -> None:
+    """BesideError where runs of one table have unlike conditions."""
+    for key in ALIKE:
+        values = sorted({str(one[key]) for one in found})
+        if len(values) > 1:
+            raise BesideError(
+                f"{folder}: {key} is {' here and '.join(values)} there; no table has both, so remove some "
+                "runs, or name another --runs"
+            )
 
 
 def equal_in_all(arguments: argparse.Namespace, race: Race) -> dict[str, Any]:
@@ -488,21 +583,19 @@ def equal_in_all(arguments: argparse.Namespace, race: Race) -> dict[str, Any]:
 def measure(arguments: argparse.Namespace) -> None:
     """Measure what the folder of runs lacks; print the tables of what it then has."""
     torch.set_num_threads(1)
-    experiments.prepare(arguments)
+    prepare(arguments)
     name = result_name(arguments)
     arguments.runs = arguments.runs or REPO / "runs" / name
     race = Race(arguments)
     measured = equal_in_all(arguments, race)
-    if arguments.keep:
-        check_nothing_is_lost(name, measured["sha256"])
     arguments.runs.mkdir(parents=True, exist_ok=True)
     for seed in arguments.seeds:
         for side in arguments.only:
             path = run_path(arguments.runs, side, seed).with_suffix(".json")
-            with experiments.claimed(path) as mine:
+            with claimed(path) as mine:
                 if mine:
                     found = {"measured": measured, **race.measure(side, seed)}
-                    results.write_text(path, json.dumps(found) + "\n")
+                    write_text(path, json.dumps(found) + "\n")
                     print(f"{side}, seed {seed}: {path}", file=sys.stderr, flush=True)
     rows: dict[str, paired.Runs] = {}
     for side in SIDES:
@@ -514,8 +607,8 @@ def measure(arguments: argparse.Namespace) -> None:
     runs = [run for of_side in rows.values() for run in of_side]
     if not runs:
         raise UpstreamError(f"{arguments.runs}: no run is finished")
-    experiments.check_alike([run["conditions"] for run in runs], arguments.runs)
-    results.finish(name, runs[0]["conditions"], {**measured, "rows": rows}, arguments.keep)
+    check_alike([run["conditions"] for run in runs], arguments.runs)
+    print("\n".join([described(runs[0]["conditions"]), "", *tables({**measured, "rows": rows})]))
 
 
 if __name__ == "__main__":

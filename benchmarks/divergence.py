@@ -1,9 +1,9 @@
 """What each quantizer loses of trained models at equal bytes: divergence, loss, seconds of one CPU.
 
-    python benchmarks/divergence.py [RUN ...] [--bits 3.55] [--curve 2.4 2.8 4.5] [--keep]
+    python benchmarks/divergence.py [RUN ...] [--bits 3.55] [--curve 2.4 2.8 4.5]
 
 A RUN is a run directory of SAVE_FLOAT=1, each of another seed; its settings name data and model. Without one
-a small model is trained on the built-in sample. The arms are those of arms/quantizers.json. All get the
+a small model is trained on the built-in sample. The arms are those of ARMS. All get the
 Hessians of the same training batches and --bits for each weight. At the sizes of --curve only the first arm
 and the last are measured. The divergence is the mean over targets of the Kullback-Leibler divergence from the
 predictions of the weights before quantization, in nats.
@@ -12,8 +12,10 @@ predictions of the weights before quantization, in nats.
 import argparse
 import contextlib
 import math
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,14 +31,30 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import experiments, paired, results  # noqa: E402
-from benchmarks.experiments import as_settings, read_json  # noqa: E402
+from benchmarks import paired  # noqa: E402
+from benchmarks.conditions import conditions, described  # noqa: E402
+from data import sample  # noqa: E402
 from data.files import escape_unprintable  # noqa: E402
 from train_gpt import GPT, Config, Machine  # noqa: E402
 
-TITLE = "Quantizers on trained models"
-TRAINED = REPO / "runs" / "divergence"  # the small model: its folder, and how it is trained
-TRAINING = "quantizers --size 4x64 --steps 60 --seeds 42 --only GPTQ --set SAVE_FLOAT=1"
+ARMS = {
+    "GPTQ": {"TRELLIS": "0", "COLUMN_STEPS": "0"},
+    "to nearest": {"TRELLIS": "0", "COLUMN_STEPS": "0", "GPTQ": "0"},
+    "trellis": {"TRELLIS": "1", "COLUMN_STEPS": "0"},
+    "steps of columns": {"TRELLIS": "0", "COLUMN_STEPS": "0.5"},
+    "steps of columns, trellis": {"TRELLIS": "1", "COLUMN_STEPS": "0.5"},
+}
+TRAINED = REPO / "runs" / "divergence" / "small"  # the small model: its folder, and how it is trained
+TRAINING = {
+    "DATA_PATH": f"data/datasets/{sample.NAME}", "TOKENIZER_PATH": f"data/tokenizers/{sample.TOKENIZER_FILE}",
+    "VOCAB_SIZE": "1024", "NUM_LAYERS": "4", "MODEL_DIM": "64", "NUM_HEADS": "2", "NUM_KV_HEADS": "1",
+    "XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "1", "PARALLEL_START_LAYER": "3",
+    "TRAIN_SEQ_LEN": "128", "TRAIN_BATCH_TOKENS": "4096", "MICRO_BATCH_TOKENS": "4096", "EVAL_SEQ_LEN": "0",
+    "MATRIX_LR": "0.04", "SCALAR_LR": "0.04", "TIED_EMBED_LR": "0.05", "SEED": "42", "ITERATIONS": "60",
+    "MAX_WALLCLOCK_SECONDS": "0", "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0", "VAL_BATCH_SIZE": "65536",
+    "EVAL_STRIDE": "0", "TTT_ENABLED": "0", "GPTQ_DAMPING": "0.05", "GPTQ_CALIBRATION_BATCHES": "16",
+    "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "CPU_THREADS": "1", "TRAIN_PREFETCH": "0", "SAVE_FLOAT": "1",
+}  # fmt: skip
 WATCHED: list[tuple[Any, str]] = [
     (train_gpt.Quantizer, "quantize"), (train_gpt, "write_artifact"), (train_gpt, "encode"),
     (train_gpt, "decode"),
@@ -102,11 +120,9 @@ def measure(run: Path, wanted: list[tuple[float, str]], targets: int, batches: i
     before_NV = torch.cat(list(predictions(model, tokens, config)))
     nats_before = F.nll_loss(before_NV, targets_N).item()
     weights = train_gpt.count_parameters(config)
-    arms = read_json("quantizers")["arms"]
     rows = []
     for size, arm in wanted:
-        changes = as_settings(arms[arm])
-        arm_config = Config.from_env({"CONFIG": str(run / train_gpt.SETTINGS_FILE), **changes})
+        arm_config = Config.from_env({"CONFIG": str(run / train_gpt.SETTINGS_FILE), **ARMS[arm]})
         clock = Clock()
         with contextlib.ExitStack() as stack:
             for owner, name in WATCHED:
@@ -176,30 +192,25 @@ def tables(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
-def command(_measured: dict[str, Any]) -> str:
-    """The command that measures the small model again."""
-    return "python benchmarks/divergence.py"
-
-
-def figure(measured: dict[str, Any]) -> str:
-    """The last row of the first model."""
-    run = measured["runs"][0]
-    row = run["rows"][-1]
-    told = f"divergence {row['divergence']:.6f}, bpb lost {row['bpb_lost']:+.6f}"
-    return f"{told} ({row['arm']}, {row['bits']:g} bits a weight, seed {run['seed']})"
-
-
-def trained(keep: bool) -> Path:
+def trained() -> Path:
     """The run directory of the small model, which is trained anew: its script may have changed."""
+    if sample.main([]) != 0:
+        raise SystemExit("the built-in sample is not there; `python data/sample.py` makes it")
     shutil.rmtree(TRAINED, ignore_errors=True)
-    if experiments.main([*TRAINING.split(), "--runs", str(TRAINED), *["--keep"] * keep]) != 0:
+    kept = {name: value for name, value in os.environ.items() if name not in Config().as_env()}
+    place = {"RUNS_DIR": str(TRAINED.parent), "RUN_ID": TRAINED.name}
+    command = [sys.executable, str(REPO / "train_gpt.py")]
+    ended = subprocess.run(
+        command, cwd=REPO, env={**kept, **TRAINING, **place}, stdout=subprocess.DEVNULL, check=False
+    )
+    if ended.returncode != 0:
         raise SystemExit(f"{TRAINED}: the small model was not trained")
-    return TRAINED / "GPTQ-seed42"
+    return TRAINED
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line; `wanted` has each size with each arm."""
-    every = list(read_json("quantizers")["arms"])
+    every = list(ARMS)
     ends = [every[0], every[-1]]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="*", help="run directories of SAVE_FLOAT=1")
@@ -207,7 +218,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--curve", type=float, nargs="*", default=[], help=f"more bits, for {ends}")
     parser.add_argument("--targets", type=int, default=16_384, help="a multiple of EVAL_SEQ_LEN")
     parser.add_argument("--batches", type=int, default=16, help="micro-batches for Hessians")
-    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     given = parser.parse_args(argv)
     given.wanted = [(size, arm) for size in given.bits for arm in every]
     given.wanted += [(size, arm) for size in given.curve for arm in ends]
@@ -215,18 +225,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, print, and keep."""
+    """Measure and print."""
     escape_unprintable()
     arguments = parse(argv)
     torch.set_num_threads(1)
-    before = results.conditions()
-    if arguments.keep:
-        results.refuse_dirty()
-    directories = arguments.runs or [trained(arguments.keep)]
+    before = conditions()
+    directories = arguments.runs or [trained()]
     runs = [measure(run, arguments.wanted, arguments.targets, arguments.batches) for run in directories]
-    data = results.ON_SAMPLE if runs[0]["data"] == results.SAMPLE.name else ""
-    size = f"{runs[0]['parameters'] / 1e6:.1f}M"
-    results.finish(f"divergence{data}-{size}", before, {"runs": runs}, arguments.keep)
+    print("\n".join([described(before), "", *tables({"runs": runs})]))
 
 
 if __name__ == "__main__":

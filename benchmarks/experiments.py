@@ -2,10 +2,10 @@
 
     python benchmarks/experiments.py TABLE (--steps N | --seconds S | --tflop F)
         [--data DIR --tokenizer FILE] [--size 4x64] [--seeds 42 1337 2025] [--only ARM ...]
-        [--scores NAME ...] [--bytes N] [--set NAME=VALUE ...] [--runs FOLDER] [--table] [--keep]
+        [--scores NAME ...] [--bytes N] [--set NAME=VALUE ...] [--runs FOLDER] [--table]
 
 TABLE is a file of benchmarks/arms/: its arms are settings over those of the table and the size. An arm may
-name a patch of benchmarks/patches/. It may also name an arm (`of`) whose artifact it scores in another way.
+name an arm (`of`) whose artifact it scores in another way.
 The budget of a run is steps, CPU seconds of training, or 10^12 floating-point operations of training: those
 of the products with weights in both passes, without attention and optimizer. --bytes bounds the weights of an
 artifact, without the code. Without --data the built-in sample is made where it is missing, and is the data.
@@ -40,16 +40,17 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import paired, results  # noqa: E402
+from benchmarks import conditions as where  # noqa: E402
+from benchmarks import paired  # noqa: E402
 from data import sample  # noqa: E402
 from data.files import escape_unprintable  # noqa: E402
+from tools.runs.writing import write_text  # noqa: E402
 from train_gpt import Config, ConfigError  # noqa: E402
 
-TITLE = "Experiment"
 ARMS = REPO / "benchmarks" / "arms"
 SIZES = "sizes"  # the file there that holds no arms
-PATCHES = REPO / "benchmarks" / "patches"
-TOKENIZER = results.SAMPLE.parents[1] / "tokenizers" / sample.TOKENIZER_FILE
+SAMPLE = REPO / "data" / "datasets" / sample.NAME
+TOKENIZER = REPO / "data" / "tokenizers" / sample.TOKENIZER_FILE
 CLOCK = REPO / "benchmarks" / "cpu_clock.py"
 PROGRAM = (Path(__file__), CLOCK)
 SCORES = ("float", "roundtrip", "sliding_window", "legal_ttt")
@@ -73,7 +74,6 @@ class Arm(NamedTuple):
     """One row of a table."""
 
     settings: dict[str, str]
-    patch: str = ""  # a file of PATCHES, without its ending
     of: str = ""  # the arm whose artifact is scored; "": it trains its own
 
 
@@ -164,39 +164,14 @@ def read_arms(table: dict[str, Any], size: str) -> dict[str, Arm]:
             has_config = "CONFIG" in {**table["settings"], **own}
             below = {**COMMON, **geometry, **({} if has_config else of_default)}
             below.update(as_settings(table["settings"]))
-        arms[name] = Arm({**below, **own}, row.get("patch", ""), of)
+        arms[name] = Arm({**below, **own}, of)
     return arms
-
-
-def patched_script(patch: str, folder: Path) -> Path:
-    """train_gpt.py, or a copy in the folder with this patch. ExperimentError if it does not apply."""
-    script = REPO / "train_gpt.py"
-    if not patch:
-        return script
-    # Another process may make the same copy now: each has its own file, and the last one stays.
-    scratch = folder / f"{patch}-{os.getpid()}"
-    scratch.mkdir(parents=True)
-    shutil.copy(script, scratch)
-    # Without a ceiling git would find this repository, and look for the file at its top.
-    environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve())}
-    command = ["git", "apply", str(PATCHES / f"{patch}.patch")]
-    applied = subprocess.run(
-        command, cwd=scratch, env=environ, capture_output=True, encoding="utf-8", errors="replace"
-    )
-    if applied.returncode != 0:
-        shutil.rmtree(scratch)
-        raise ExperimentError(f"{patch}.patch does not apply to train_gpt.py: {applied.stderr.strip()}")
-    copy = folder / patch / script.name
-    copy.parent.mkdir(exist_ok=True)
-    os.replace(scratch / script.name, copy)
-    scratch.rmdir()
-    return copy
 
 
 def conditions(dtype: str, program: Sequence[Path] = PROGRAM) -> dict[str, Any]:
     """Where and when a run is measured, and by which files of a program."""
     sha256 = hashlib.sha256(b"".join(path.read_bytes() for path in program)).hexdigest()[:12]
-    return {**results.conditions(), "threads": 1, "program": sha256, "dtype": dtype}
+    return {**where.conditions(), "threads": 1, "program": sha256, "dtype": dtype}
 
 
 def check_alike(found: list[dict[str, Any]], folder: Path) -> None:
@@ -314,7 +289,7 @@ class Experiment:
         if not path.exists():
             return None
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        mine = {"arm": name, "settings": without_places(self.settings(name)), "patch": self.arms[name].patch}
+        mine = {"arm": name, "settings": without_places(self.settings(name))}
         for key, value in mine.items():
             if record[key] != value:
                 raise ExperimentError(
@@ -325,7 +300,7 @@ class Experiment:
     def measure(self, name: str, seed: int) -> None:
         """Run an arm with a seed, and keep its record."""
         arm = self.arms[name]
-        script = patched_script(arm.patch, self.folder / "patched")
+        script = REPO / "train_gpt.py"
         settings = self.settings(name)
         given = {**settings, "SEED": str(seed)}
         if self.weight_bytes:
@@ -344,9 +319,9 @@ class Experiment:
             found.update({key: trained[key] for key in ("steps", "seconds", "stream_hash")})
             found["scores"] = {**trained["scores"], **found["scores"]}
         source = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
-        record = {"arm": name, "patch": arm.patch, "settings": without_places(settings), "source": source,
+        record = {"arm": name, "settings": without_places(settings), "source": source,
                   **found, "seed": seed, "conditions": before}  # fmt: skip
-        results.write_text(self.record_path(name, seed), json.dumps(record, indent=1) + "\n")
+        write_text(self.record_path(name, seed), json.dumps(record, indent=1) + "\n")
         told = " ".join(f"{score}={value:.4f}" for score, value in found["scores"].items())
         print(f"{name}, seed {seed}: {found['steps']} steps, {told}", file=sys.stderr, flush=True)
 
@@ -443,34 +418,6 @@ def cost_table(rows: dict[str, paired.Runs]) -> list[str]:
     return ["", *paired.table("| arm | parameters | steps | CPU s | weights, bytes |", lines)]
 
 
-def command(measured: dict[str, Any]) -> str:
-    """The command that measures the first run of a table again, on one's own copy of its data."""
-    table = {read_json(path.stem).get("title"): path.stem for path in ARMS.glob("*.json")}[measured["title"]]
-    name, runs = next(iter(measured["rows"].items()))
-    settings = runs[0]["settings"]
-    own = read_arms(read_json(table), measured["size"])[name].settings
-    amount, unit = re.findall(r"^([\d.]+)(\w+)$", measured["budget"])[0]
-    budget = {"s": "seconds"}.get(unit, unit)
-    by_options = {"DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", *Budget(seconds=1).settings(settings)}
-    changed = {key for key, value in settings.items() if own.get(key) != value} - by_options
-    given = [f"{key}={settings[key]}" for key in sorted(changed)]
-    return (
-        f"python benchmarks/experiments.py {table}"
-        + (f" --data data/datasets/{measured['data']}"
-           f" --tokenizer data/tokenizers/{settings['TOKENIZER_PATH']}"
-           if measured["data"] != sample.NAME else "")
-        + f" --size {measured['size']} --{budget} {amount} --seeds {runs[0]['seed']} --only '{name}'"
-        + (f" --set {' '.join(given)}" if given else "")
-    )  # fmt: skip
-
-
-def figure(measured: dict[str, Any]) -> str:
-    """The scores of its first run."""
-    name, runs = next(iter(measured["rows"].items()))
-    found = [f"{score} {runs[0]['scores'][score]:.6f}" for score in SCORES if score in runs[0]["scores"]]
-    return f"{', '.join(found)} ({name}, seed {runs[0]['seed']})"
-
-
 def tables(measured: dict[str, Any]) -> list[str]:
     """What was held equal, and a table for each score. `changes` of the raw file has what the arms change."""
     rows: dict[str, paired.Runs] = measured["rows"]
@@ -488,7 +435,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
         lines += score_table(rows, score)
     if "legal_ttt" in measured["scores"]:
         lines += learning_table(rows)
-    return [*lines, "", f"Its first run again, where you have its data: `{command(measured)}`"]
+    return lines
 
 
 def told_changes(table: dict[str, Any], arms: list[str]) -> dict[str, str]:
@@ -497,15 +444,13 @@ def told_changes(table: dict[str, Any], arms: list[str]) -> dict[str, str]:
     for name in arms:
         row = table["arms"][name]
         words = [f"{key}={value}" for key, value in row.items() if key.isupper()]
-        if "patch" in row:
-            words.append(f"patch {row['patch']}")
         found[name] = " ".join(words)
     return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of every program that starts runs."""
-    parser.add_argument("--data", type=Path, default=results.SAMPLE, help="folder of shards (the sample)")
+    parser.add_argument("--data", type=Path, default=SAMPLE, help="folder of shards (the sample)")
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="SentencePiece model of the shards")
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--steps", type=int, default=0)
@@ -514,18 +459,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top")
     parser.add_argument("--runs", type=Path, help="folder of the runs (default: below runs/)")
-    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
 
 
 def prepare(arguments: argparse.Namespace) -> None:
     """Make the built-in sample if it is the data. ExperimentError where not all of it is."""
-    on_sample = arguments.data == results.SAMPLE
+    on_sample = arguments.data == SAMPLE
     if on_sample != (arguments.tokenizer == TOKENIZER):
         raise ExperimentError("--data and --tokenizer belong together: give both, or none for the sample")
-    if arguments.keep:
-        results.refuse_dirty()
     if on_sample and sample.main([]) != 0:
-        raise ExperimentError(f"{results.SAMPLE}: the sample is not there; `python data/sample.py` makes it")
+        raise ExperimentError(f"{SAMPLE}: the sample is not there; `python data/sample.py` makes it")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -570,7 +512,7 @@ def experiment(arguments: argparse.Namespace) -> int:
         "changes": told_changes(table, list(rows)), "rows": rows,
     }  # fmt: skip
     of_first = next(iter(rows.values()))[0]["conditions"]
-    results.finish(name, of_first, measured, arguments.keep)
+    print("\n".join([where.described(of_first), "", *tables(measured)]))
     return 1 if mine.failed else 0
 
 

@@ -1,6 +1,9 @@
 """Whether this machine runs train_gpt.py as it should: about ten minutes on one GPU, one page, PASS or FAIL.
 
     make gpu-check      or      python benchmarks/gpu_check.py [--out FOLDER] [--only forms run ranks]
+    CONFIG=configs/h100_1gpu.env MICRO_BATCH_TOKENS=32768 python benchmarks/gpu_check.py --memory 1
+
+The second command prints the memory that a run takes on each of so many GPUs, by a formula; it needs no GPU.
 
 Settings come from the environment, as for the script. Each stage is a process with a time limit of its own,
 which leaves room for cold compilation:
@@ -20,6 +23,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -38,8 +42,8 @@ import numpy as np
 import torch
 
 import train_gpt
-from benchmarks import kernels, results, ttt
-from benchmarks.gpu_model import calibration, memory
+from benchmarks import kernels, ttt
+from benchmarks.conditions import script_hash
 from benchmarks.ttt import GPUS
 from data.files import escape_unprintable
 from data.shards import write_shard
@@ -53,10 +57,22 @@ DOCUMENTS = 50
 CLOCK_SECONDS = 30  # of training on several GPUs
 RESERVE_SHARE = 0.9  # of GPTQ_RESERVE_SECONDS: calibration keeps the rest to spare
 CHOICE_TOLERANCE = 1.1  # that the form which was chosen may be slower than the fastest, by chance
-# A kernel may need so many times the least time of its work. On an H100 the MLP's needs 1.5.
+# A kernel may take so many times the least time of its work. On an H100 the MLP's takes 1.5.
 MAX_OVER_FLOOR = 2.8
 TOLD = r"attention:|fused_|rehears|gptq:collected|peak memory|warning:"  # lines of a log for the page
 REASON = r"error: |[\w.]*(Error|Exception|Unsupported)\b"  # lines that say why a program ended
+# Milliseconds of a step of the default without and with recurrence, on an H100 with the work of one of eight
+# ranks and the optimizer's of all eight (results/h100/README.md).
+STEP_MS = {False: 83.1, True: 122.9}
+# So much longer may it take elsewhere: for their work, steps in the logs of #1493, #1855 and the baseline
+# take up to 9 % longer than this script's on that H100.
+SLOWER_ELSEWHERE = 1.09
+# What a visit of a layer keeps for the backward pass besides its MLP, queries, keys and values, in widths of
+# the model: lane, mixed lane, its norm, output of attention, the same behind XSA, input of the MLP, and what
+# is under way.
+SAVED_WIDTHS = 8
+# fp32: weights, gradients, average, momenta or Adam's two moments, and what an update works in.
+BYTES_A_PARAMETER = 28
 SAMPLE = {"DATA_PATH": "data/datasets/sample_sp1024", "VOCAB_SIZE": "1024",
           "TOKENIZER_PATH": "data/tokenizers/sample_1024_bpe.model"}  # fmt: skip
 
@@ -190,11 +206,11 @@ def slow_forms(setting: str, chosen: str, times_ms: Mapping[str, float], floor_m
     faults = []
     fastest = min(times_ms, key=lambda form: times_ms[form])
     if times_ms[chosen] > CHOICE_TOLERANCE * times_ms[fastest]:
-        faults.append(f"{setting}: {chosen} was chosen and needs {times_ms[chosen]:.3f} ms; {fastest} needs "
+        faults.append(f"{setting}: {chosen} was chosen and takes {times_ms[chosen]:.3f} ms; {fastest} takes "
                       f"{times_ms[fastest]:.3f} ms")  # fmt: skip
     kernels_ms = [ms for form, ms in times_ms.items() if form != "plain"]
     if kernels_ms and floor_ms and min(kernels_ms) > MAX_OVER_FLOOR * floor_ms:
-        faults.append(f"{setting}: the kernel needs {min(kernels_ms):.3f} ms, expected at most "
+        faults.append(f"{setting}: the kernel takes {min(kernels_ms):.3f} ms, expected at most "
                       f"{MAX_OVER_FLOOR} times the least for its work, {floor_ms:.3f} ms")  # fmt: skip
     return faults
 
@@ -244,10 +260,11 @@ def judge_steps(events: list[dict[str, Any]], ran: Config, meant: Config, card: 
     lines = ["| step | measured ms | expected ms |", "|---|---|---|"]
     for looping, ms in times_ms.items():
         name = "with recurrence" if looping else "without recurrence"
-        expected = calibration.expected_ms(calibration.STEP_MS[looping])
+        most_ms = SLOWER_ELSEWHERE * STEP_MS[looping]
+        expected = f"{STEP_MS[looping]:.0f} ms, at most {most_ms:.0f}"
         lines.append(f"| {name} | {ms:.1f} | {expected if known else '-'} |")
-        if known and ms > expected.most:
-            faults.append(f"a step {name} needs {ms:.1f} ms, expected {expected}")
+        if known and ms > most_ms:
+            faults.append(f"a step {name} takes {ms:.1f} ms, expected {expected}")
     waits_ms = [event["data_wait_max_ms"] for event in events[SETTLED:]]
     steps = steps_in_time(times_ms, meant)
     lines += ["", f"Projected for eight GPUs: {steps:.0f} steps in {meant.max_wallclock_seconds:g} s. A step "
@@ -261,7 +278,7 @@ def judge_reserve(events: list[dict[str, Any]], log: str, config: Config) -> Fou
     if collected is None:
         return Found([], [])
     seconds = float(collected[1]) - events[-1]["train_time_ms"] / 1e3
-    line = f"Hessians need {seconds:.2f} s, GPTQ_RESERVE_SECONDS={config.gptq_reserve_seconds:g}."
+    line = f"Hessians take {seconds:.2f} s, GPTQ_RESERVE_SECONDS={config.gptq_reserve_seconds:g}."
     # Where the clock ends them, the log has a warning.
     ended = re.search(r"warning: .* calibration batches", log)
     too_small = ended is not None or seconds > RESERVE_SHARE * config.gptq_reserve_seconds
@@ -297,6 +314,40 @@ def judge_evaluation(
     limit = meant.max_eval_seconds
     line = f"Projected for eight GPUs: evaluation in {total:.0f} s ({parts}), MAX_EVAL_SECONDS={limit:g}."
     return Found([line] if 0 < limit < total else [], [line])
+
+
+def predicted_bytes(config: Config, world_size: int, bytes_a_value: int = 2) -> int:
+    """Peak bytes of one of `world_size` ranks in training with recurrence, averages and optimizer included.
+
+    bytes_a_value: of activations: 2 for bf16, with the Triton kernels; 4 for fp32, without them. It lies 0 to
+    10 % above the peak of the default run as traced without a GPU.
+    """
+    tokens = min(config.micro_batch_tokens, config.train_batch_tokens // world_size)
+    rows = tokens // config.train_seq_len
+    visits = len(train_gpt.visit_order(config, config.num_loops > 0))
+    heads = config.model_dim + 2 * config.num_kv_heads * config.head_dim
+    hidden = 2 * config.mlp_dim
+    if bytes_a_value == 4:  # the plain MLP keeps its activation in one form more, and its normalized input
+        hidden += config.mlp_dim + config.model_dim
+    a_visit = hidden + 2 * heads + SAVED_WIDTHS * config.model_dim
+    # The logits, and their gradient.
+    a_token = visits * a_visit + 2 * config.vocab_size
+    parameters = sum(math.prod(one.shape) for one in train_gpt.parameter_table(config).values())
+    return rows * config.train_seq_len * a_token * bytes_a_value + parameters * BYTES_A_PARAMETER
+
+
+def print_memory(gpus: int) -> int:
+    """Print what a run of the environment's settings takes on each of so many GPUs."""
+    try:
+        config = Config.from_env(os.environ)
+        train_gpt.micro_steps_per_step(config, gpus)  # it refuses tokens that do not divide
+    except train_gpt.ConfigError as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+        return 2
+    for name, bytes_a_value in (("bf16", 2), ("fp32", 4)):
+        gigabytes = predicted_bytes(config, gpus, bytes_a_value) / 1e9
+        print(f"{gigabytes:.1f} GB in {name} on each of {gpus} GPUs, by a formula")
+    return 0
 
 
 def last_words(log: Path) -> str:
@@ -433,7 +484,7 @@ class Check:
             lines += part.lines
         phases = ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in summary["phases"].items())
         lines.append(f"Seconds by phase: {phases}.")
-        lines.append(f"Memory by the formula: {memory.predicted_bytes(ran, ranks) / 2**20:.0f} MiB.")
+        lines.append(f"Memory by the formula: {predicted_bytes(ran, ranks) / 2**20:.0f} MiB.")
         return Found(faults, [*lines, "", *quoted])
 
 
@@ -454,7 +505,12 @@ def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__fil
     folder = REPO / "runs" / time.strftime("gpu-check-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, default=folder, help="new folder")
     parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE")
+    parser.add_argument("--memory", type=int, metavar="GPUS", help="print the memory of a run, check nothing")
     given = parser.parse_args(arguments)
+    if given.memory is not None:
+        if given.memory < 1:
+            parser.error(f"--memory {given.memory}: expected a number of GPUs")
+        return print_memory(given.memory)
     if not torch.cuda.is_available():
         print("gpu-check: torch finds no GPU here; nothing checked, nothing written", file=sys.stderr)
         return 2
@@ -464,7 +520,7 @@ def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__fil
     check = Check(given.out.resolve(), program)
     settings = " ".join(f"{name}={value}" for name, value in check.meant.overrides().items())
     about = (f"{check.gpus} x {check.card}; torch {torch.__version__}, CUDA {torch.version.cuda}, triton "
-             f"{getattr(train_gpt.triton, '__version__', None)}, train_gpt.py {results.script_hash()}; "
+             f"{getattr(train_gpt.triton, '__version__', None)}, train_gpt.py {script_hash()}; "
              f"settings: {settings or 'the defaults'}.")  # fmt: skip
     if check.data:
         about += " The data are the sample, with a smaller vocabulary: projections are not those of the run."

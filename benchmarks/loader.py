@@ -1,11 +1,10 @@
 """What a step pays for its batches, with TRAIN_PREFETCH and without: steps of a run, in turns.
 
-    python benchmarks/loader.py --turns 12                    # --keep: kept in benchmarks/results/loader/
+    python benchmarks/loader.py --turns 12
     torchrun --standalone --nproc_per_node=2 benchmarks/loader.py --turns 12 --disk-ms 50
 
 The turns are of --config, with --set on top, on whatever device it finds; --disk-ms delays each read of a
-shard. Both ways must give the same losses and the same stream hash. The costs of public loaders beside ours
-are a table of results/0.5.md.
+shard. Both ways must give the same losses and the same stream hash.
 """
 
 import argparse
@@ -24,11 +23,10 @@ from scipy import stats
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
-from benchmarks import results  # noqa: E402
+from benchmarks.conditions import conditions, described  # noqa: E402
 from benchmarks.turns import endless  # noqa: E402
 from data.files import escape_unprintable  # noqa: E402
 
-TITLE = "Loader"
 PROGRESS = 0.5  # of the steps: after the loop has been switched on
 UNWRITTEN = Path(tempfile.gettempdir()) / "turns"  # the same on all ranks
 
@@ -118,7 +116,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Print the table; with --keep store it."""
+    """Print the table, and where it was measured."""
     escape_unprintable()
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -127,17 +125,12 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env", help="of the run")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
     parser.add_argument("--disk-ms", type=float, default=0.0, help="added to each read of a shard")
-    parser.add_argument("--keep", action="store_true", help="store them in results/loader/")
-    parser.add_argument("--name", default="turns", help="of the kept turns")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.keep:
-        results.refuse_dirty()
-    before = results.conditions()
+    before = conditions()
     found = in_turns(arguments)
-    if not found:
-        return
-    results.finish(f"loader/{arguments.name}", before, found, arguments.keep)
+    if found:
+        print("\n".join([described(before), "", *tables(found)]))
 
 
 if __name__ == "__main__":

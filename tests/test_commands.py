@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tools.__main__ import VERBS, build_parser
+from tools.compare.rows import read_lines
 
 REPO = Path(__file__).parents[1]
 READMES = ["README.md", "data/README.md", "records/README.md", "tools/prove/adapters/README.md",
@@ -27,7 +28,7 @@ TORCHRUN = "script/test_distributed.py::test_torchrun_starts_it_and_shows_the_er
 RUN_BY = [
     ("make demo", FIRST_HOUR), ("make seeds", FIRST_HOUR),
     ("make test-torch", "test_commands.py::test_a_torch_that_fails_is_named_and_the_others_are_traced"),
-    ("make test", FIRST_HOUR), ("make docs", "test_readme.py::test_every_generated_block_is_fresh"),
+    ("make test", FIRST_HOUR),
     ("make gpu-check", "tools/test_gpu_check.py::test_a_card_without_a_fault_passes"),
     ("benchmarks/gpu_check.py", "tools/test_gpu_check.py::test_without_a_gpu_it_says_so_and_writes_nothing"),
     ("make", FIRST_HOUR),
@@ -37,7 +38,7 @@ RUN_BY = [
     ("RESUME=runs/long", "script/test_resume.py::test_a_run_stopped_twice_on_other_numbers_of_ranks"),
     ("torchrun", TORCHRUN), ("RESUME=", FIRST_HOUR), ("EVAL_ONLY=", FIRST_HOUR),
     ("TRACE_STEPS=", FIRST_HOUR),
-    ("h100_1gpu.env", "tools/test_gpu_model.py::test_a_config_names_a_card_on_which_it_fits"),
+    ("h100_1gpu.env", "tools/test_gpu_check.py::test_a_config_names_a_card_on_which_it_fits"),
     ("train_gpt.py --help", "script/test_bad_input.py::test_a_locale_that_is_not_utf_8"),
     ("data/fineweb.py", FIRST_HOUR), ("data/export.py", FIRST_HOUR),
     ("data/fuse.py", "data/test_fuse.py::test_a_dataset_is_fused_resumed_and_scored_by_the_same_bytes"),
@@ -118,7 +119,7 @@ def test_every_verb_is_given_with_options_that_it_has(repo: Path, capsys: pytest
             continue
         words = shlex.split(found[1])
         seen.add(words[0])
-        if len(words) > 1 or words[0] in ("board", "docs"):
+        if len(words) > 1 or words[0] == "board":
             build_parser(words).parse_args(words)  # leaves with an error where it does not fit
     assert seen <= set(VERBS) and len(seen) >= 8
 
@@ -138,21 +139,18 @@ def test_a_torch_that_fails_is_named_and_the_others_are_traced(repo: Path, tmp_p
     assert re.findall(r"^failed on torch (.+)$", ended.stdout, re.MULTILINE) == ["2.1.0"]
 
 
-def test_no_second_seed_follows_a_run_that_exceeded_a_limit(repo: Path, tmp_path: Path) -> None:
-    """`make seeds`, with a program in the place of Python that writes a log."""
+def test_several_seeds_are_a_sweep_of_one_row(repo: Path, tmp_path: Path) -> None:
+    """`make seeds`, with a program in the place of Python: it ends as the sweep ends, in this folder."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    python.write_text("""#!/bin/sh
-[ "$1" = train_gpt.py ] || exit 0
-mkdir "$RUNS_DIR/$RUN_ID" && echo "limit:eval_seconds $SEED of 1 $VERDICT" > "$RUNS_DIR/$RUN_ID/log.txt"
-""")
+    python.write_text('#!/bin/sh\n[ "$2" = tools ] || exit 0\necho "$*"\nexit $STATUS\n')
     python.chmod(0o755)
     (tmp_path / ".ready").touch()
-    for verdict, seeds in (("EXCEEDED", ["a-seed1"]), ("ok", ["b-seed1", "b-seed2"])):
-        given = [f"VENV={tmp_path}", "SEEDS=1 2", f"NAME={seeds[0][0]}", "CONFIG=none"]
-        environ = {**os.environ, "RUNS_DIR": str(tmp_path), "VERDICT": verdict}
-        command = ["make", "seeds", *given]
+    for status in (0, 1):
+        environ = {**os.environ, "RUNS_DIR": f"{tmp_path}/my runs", "STATUS": str(status)}
+        command = ["make", "seeds", f"VENV={tmp_path}", "SEEDS=1 2", "NAME=a", "CONFIG=my settings.env"]
         ended = subprocess.run(command, cwd=repo, env=environ, capture_output=True, text=True)
-        assert sorted(path.name for path in tmp_path.glob(f"{seeds[0][0]}-*")) == seeds
-        assert (ended.returncode == 0) == (verdict == "ok"), ended.stderr
-        assert ("limit:eval_seconds 1 of 1 EXCEEDED" in ended.stdout) == (verdict != "ok")
+        assert (ended.returncode == 0) == (status == 0) == ("pack them: " in ended.stdout), ended.stderr
+        assert f"-m tools sweep {tmp_path}/my runs/a.sweep --folder {tmp_path}/my runs" in ended.stdout
+    lines = read_lines(tmp_path / "my runs/a.sweep")
+    assert lines == {"seeds": ["1", "2"], "a": ["CONFIG=my settings.env"]}

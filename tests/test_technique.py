@@ -1,7 +1,6 @@
 """The patch of docs/technique.md and the examples of docs/changing.md do what they say, on copies."""
 
 import ast
-import hashlib
 import json
 import os
 import re
@@ -130,15 +129,10 @@ def test_an_example_of_the_page_does_what_it_says(name: str, repo: Path, tmp_pat
 
 
 def test_an_example_that_does_not_apply_fails_but_in_a_fork(tmp_path: Path, repo: Path) -> None:
-    """The project's own script is that of the release, or one in the making; a fork's is neither."""
-    ours = hashlib.sha256((repo / "train_gpt.py").read_bytes()).hexdigest()
-    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    """A version in the making mends its pages; whoever changes a released script has a fork."""
     shutil.copy(repo / "train_gpt.py", tmp_path)
     patch = "--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-no such line\n+x\n"
-    cases = [("1.0", ours, AssertionError), ("1.0", "", pytest.skip.Exception),
-             ("1.1, not released yet", "", AssertionError)]  # fmt: skip
-    for heading, script, refused in cases:
+    for heading, refused in (("1.1, not released yet", AssertionError), ("1.0", pytest.skip.Exception)):
         (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {heading}\n\n## 0.9, not released yet\n")
-        (tmp_path / "benchmarks/results/release.json").write_text(json.dumps({"script": script}))
         with pytest.raises(refused):
             apply(patch, tmp_path, tmp_path)

@@ -29,7 +29,6 @@ VERBS: dict[str, tuple[str, str]] = {
     "translate": ("tools.translate", "write a public training command in our settings"),
     "generate": ("tools.generate", "write text after a prompt from a run's artifact"),
     "board": ("tools.pack.board", "write the leaderboard from the folders"),
-    "docs": ("tools.docs", "write every generated table of the repository"),
 }
 MADE_BY_MAKE = REPO / ".venv" / "bin" / "python"
 EXIT_USAGE = 2  # argparse's own status for a bad command line; used for bad inputs too

@@ -1,14 +1,9 @@
-"""RESULTS.md follows from the raw figures; a benchmark that stores some makes the page from them."""
+"""The measuring programs: steps in turns, a public script beside ours, costs of scoring, quantizers."""
 
 import contextlib
 import copy
-import hashlib
 import itertools
 import json
-import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,130 +13,14 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import answers, beside, divergence, experiments, paired, picture, results, ttt
+from benchmarks import beside, divergence, ttt
 from benchmarks.turns import Turns, TurnsError
 from benchmarks.upstream import TrainingClock
 from tests.support.models import tiny_config, trained_like
 from tests.support.tiny import environment
 from tests.tools.test_upstream import KEEPS_AN_AVERAGE
-from tools.markdown import refresh
 from tools.prove import tiny
 from tools.prove.probes import make_subject
-
-KEPT = results.stored(results.FOLDER)
-TABLES = [name for name in KEPT if results.ON_SAMPLE not in name]  # the others: of the built-in sample
-
-
-def test_the_page_follows_from_the_raw_figures_and_says_where_and_when() -> None:
-    assert not refresh(results.block(), check=True), "run `make docs`"
-    sections = re.findall(r"^## .+\n\n(.+)$", results.page(), re.MULTILINE)
-    assert sections == [results.described(KEPT[name]["conditions"]) for name in TABLES]
-    for one in KEPT.values():
-        assert one["measured"] and re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", one["conditions"]["commit"])
-    titles = re.findall(r"^##? .+$", results.page(), re.MULTILINE)
-    assert len(titles) == len(set(titles)) and len(titles) > 3
-
-
-def test_under_each_table_stands_a_row_that_a_clone_alone_measures_again() -> None:
-    """With the settings of the kept run; those of experiments.py are compared in test_experiments.py."""
-    samples = {name.partition(results.ON_SAMPLE)[0]: KEPT[name] for name in KEPT.keys() - {*TABLES}}
-    for name, section in zip(TABLES, results.page().split("\n## ")[1:], strict=True):
-        (kept,) = [one for of, one in samples.items() if name.startswith(f"{of}-")]
-        assert kept["measured"].get("rows", {}).keys() <= KEPT[name]["measured"].get("rows", {}).keys()
-        assert results.of_clone(name, KEPT) in section and kept["conditions"]["sample"] in section
-    raced, model = samples["beside"]["measured"], samples["experiments-quantizers"]["measured"]
-    given = beside.parse(shlex.split(beside.command(raced))[2:])
-    again = {**beside.equal_in_all(given, beside.Race(given)), "code_bytes": raced["code_bytes"]}
-    assert raced == {**again, "rows": {side: raced["rows"][side] for side in given.only}}
-    assert given.seeds == [run["seed"] for runs in raced["rows"].values() for run in runs]
-    # Of quantizers: the model, and what is measured of it.
-    assert shlex.split(experiments.command(model))[2:] == divergence.TRAINING.split()
-    (run,), given = samples["divergence"]["measured"]["runs"], divergence.parse([])
-    assert [(row["bits"], row["arm"]) for row in run["rows"]] == given.wanted
-
-
-def test_the_release_is_that_of_every_figure(repo: Path) -> None:
-    frozen = (results.FOLDER / "0.5.md").read_text(encoding="utf-8")
-    assert f"## {results.release()['version']}" in (repo / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert not {*re.findall(r"^## .+$", frozen, re.M)} & {*re.findall(r"^## .+$", results.page(), re.M)}
-    # A file that a page still shows: its table is the frozen one.
-    scores = results.latest(picture.SCORING)["measured"]["scores"]
-    for way in picture.WAYS:
-        found = [one["bits_per_byte"] for one in scores if one["row"] == way and one["documents"] == 0]
-        assert f"| {way} | {sum(found) / len(found):.4f} |" in frozen
-    # Of the script that the release names, whatever the working file is by now.
-    release = results.release()
-    scripts = [release["script"], *release["same_bits"].values()]
-    assert all(re.fullmatch("[0-9a-f]{64}", script) for script in scripts)
-    alike = {script[:12] for script in scripts}
-    of = {name: one["conditions"]["script"] for name, one in KEPT.items()}
-    told = re.findall(r"Other scripts, which the tables name, made (.*)\.", results.page())
-    assert told == [", ".join(name for name, ran in of.items() if ran not in alike)]
-    of_records = []
-    for path in repo.glob("records/track_*/*/submission.json"):
-        if json.loads(path.read_text(encoding="utf-8"))["author"] == "the project":
-            of_records += [*path.parent.glob("summary_seed*.json")]
-    assert of_records
-    for summary in of_records:
-        ran = json.loads(summary.read_text(encoding="utf-8"))["code"]["sha256"]
-        source = repo / f"records/scripts/{ran[:8]}.py"
-        assert hashlib.sha256(source.read_bytes()).hexdigest() == ran, f"{summary} has no source"
-        assert ran in scripts, f"{summary} is of another script"
-
-
-def test_the_commit_of_the_release_holds_its_script(repo: Path) -> None:
-    """Where the history is there; an unpacked archive has none."""
-    release = results.release()
-    show = ["git", "show", f"{release['commit']}:train_gpt.py"]
-    shown = subprocess.run(show, cwd=repo, capture_output=True, check=False)
-    if shown.returncode != 0:
-        pytest.skip("the commit of the release is not in this copy's history")
-    assert hashlib.sha256(shown.stdout).hexdigest() == release["script"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", results.release()["same_bits"].values())
-def test_a_script_whose_figures_stay_has_the_same_bits(repo: Path, script: str) -> None:
-    command = [sys.executable, "tests/same_bits.py", f"records/scripts/{script[:8]}.py", "train_gpt.py"]
-    assert subprocess.run(command, cwd=repo, check=False).returncode == 0
-
-
-@pytest.fixture
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
-    monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
-    results.PAGE.write_text(f"{results.BEGIN}\n{results.END}\n")
-    (tmp_path / "results").mkdir()
-    release = {"version": "0", "commit": "0000000", "script": "0" * 64, "same_bits": {}}
-    monkeypatch.setattr(results, "commit", lambda: "0000000")  # whatever the working tree is
-    (tmp_path / "results" / results.RELEASE).write_text(json.dumps(release))
-    return tmp_path
-
-
-def test_a_kept_measurement_is_on_the_page_and_a_changed_figure_changes_it(
-    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    turns = {"0": [[9.0, 8.0, 1.0], [9.5, 8.5, 1.0]], "1": [[8.0, 7.0, 0.0], [9.0, 8.0, 0.0]]}
-    measured = {"turns": turns, "ranks": 2, "steps": 5, "disk_ms": 50.0, "hash": 15, "config": "small.env",
-                "set": [], "device": "cpu"}  # fmt: skip
-    results.finish("loader", results.conditions(), measured, keep=False)
-    assert "## Loader" in capsys.readouterr().out
-    with monkeypatch.context() as tree:
-        tree.setattr(results, "commit", lambda: "0000000-dirty")
-        with pytest.raises(SystemExit, match="commit the programs, then measure"):
-            results.finish("loader-small", results.conditions(), measured, keep=True)
-        with pytest.raises(SystemExit, match="commit them first"):
-            results.refuse_dirty()
-    assert [path.name for path in (empty / "results").iterdir()] == [results.RELEASE]
-    assert "Loader" not in (empty / "RESULTS.md").read_text()
-
-    results.finish("loader-small", results.conditions(), measured, keep=True)
-    page = (empty / "RESULTS.md").read_text(encoding="utf-8")
-    assert "| 0 | 9.25 | 8.25 | 1.00 |" in page and results.page() in page
-    stored = empty / "results" / "loader-small.json"
-    stored.write_text(stored.read_text().replace("9.5", "9.7"))
-    assert results.page() not in page and "| 0 | 9.35 | 8.25 | 1.00 |" in results.page()
-
 
 SCRIPT_OF_SEVEN_STEPS = """
 import os
@@ -214,12 +93,6 @@ def test_lengths_of_documents_are_those_of_public_logs() -> None:
     assert short.sum() == pytest.approx(45_739, rel=2e-3)
     steps = np.ceil(lengths / np.where(short, 16, 48)) - 1
     assert steps.sum() == pytest.approx(2_196_862, rel=5e-3)
-    # Seconds grow with rank and context; a GPU that is slow, and no host, decides them.
-    slow = ttt.Speed(1e-3, 1e-3, 2e-3)
-    one_pass = [ttt.Pass(1000, learning=True, adapter_numbers=10**9)]
-    small, large = (train_gpt.Config(ttt_lora_rank=rank) for rank in (80, 224))
-    assert 2.0 < slow.of_adapters(small, 26, one_pass) < slow.of_adapters(large, 26, one_pass) < 2.1
-    assert ttt.Speed(0, 0, 0).of_adapters(small, 0, [ttt.Pass(0, learning=True)]) == pytest.approx(0.0235)
 
 
 def tuned(seed: int, score: float) -> dict[str, Any]:
@@ -250,24 +123,6 @@ def test_the_gain_is_told_in_two_parts_where_ours_was_trained_as_theirs() -> Non
         "Ours minus ours as theirs, seed by seed: 1: -0.1000, 2: -0.1000.",
         "Ours minus theirs, seed by seed: 1: -0.2000, 2: -0.2500.",
     ]
-
-
-def test_a_result_is_never_lost_to_another_script_and_one_of_the_sample_is_told_beside_the_kept_one(
-    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = beside.parse("pr549_train_gpt.py --data datasets/sample_sp1024 --seconds 180".split())
-    name = beside.result_name(given)
-    assert name == "beside-pr549-sample_sp1024-180s"
-    beside.check_nothing_is_lost(name, "1")
-    for score, sample in ((2.0, "a"), (2.5, "b")):
-        monkeypatch.setattr(results, "sample_hash", lambda sample=sample: sample)
-        measured = beside_measured({"ours": [tuned(1, score)]})
-        results.finish(name, results.conditions(), measured, keep=score == 2.0)
-    told = re.findall("^(kept|here|sample): .*(2.000000|2.500000|other)", capsys.readouterr().out, re.M)
-    assert told == [("kept", "2.000000"), ("here", "2.500000"), ("sample", "other")]
-    beside.check_nothing_is_lost(name, "0")  # the same script again
-    with pytest.raises(SystemExit, match="holds a script of 0, this one is of 1; give your copy another"):
-        beside.check_nothing_is_lost(name, "1")
 
 
 RACED = KEEPS_AN_AVERAGE.replace('"VOCABULARY"', '"VOCAB_SIZE"').replace(
@@ -302,14 +157,13 @@ def race(tmp_path: Path, small: Path, dataset: Path, monkeypatch: pytest.MonkeyP
     def ours(script: Path, settings: dict[str, str], directory: Path) -> dict[str, Any]:
         made = train_gpt.Config.from_env(settings)
         size = {"parameters": train_gpt.count_parameters(made), "steps": 5, "bytes": 900}
-        scores = {"float": 2.5, "roundtrip": 2.6}
-        return {"seed": made.seed, **size, "shuffle": made.shuffle, "scores": scores}
+        return {"seed": made.seed, **size, "shuffle": made.shuffle, "float_bpb": 2.5, "val_bpb": 2.6}
 
     def run(script: str, *options: str, file: str = "train_gpt.py") -> dict[str, dict[str, Any]]:
         path = tmp_path / file
         path.write_text(script, encoding="utf-8")
         folder = next(folders)
-        monkeypatch.setattr(experiments, "run_script", ours)
+        monkeypatch.setattr(beside, "run_script", ours)
         seconds = itertools.count(0.0)
 
         def clock(_now: object, limit: float) -> TrainingClock:
@@ -381,46 +235,6 @@ def test_shuffled_batches_are_those_of_ours(tmp_path: Path, small: Path, dataset
     assert not torch.equal(inputs_BT, next(race.batches())[0])
 
 
-def test_the_pictures_show_what_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rows = results.latest(picture.BESIDE)["measured"]["rows"]
-    pictures = picture.draw()
-    left, _ = pictures["results.png"].axes
-    # Of each row its seeds, then their mean.
-    shown = [sorted(line.get_xdata()) for line in left.lines[::2]]
-    assert shown == [sorted(run["val_bpb"] for run in rows[side]) for side in picture.SIDES if side in rows]
-    # The ladder: from the first rung its bars lead to the estimate, which stands in no bar.
-    (ladder,) = pictures["ladder.png"].axes
-    start, *_, (_, total, _) = picture.rungs()
-    assert start[1] / 1000 + sum(bar.get_width() for bar in ladder.patches) == pytest.approx(total, abs=1e-4)
-    assert len(ladder.patches) == len(picture.rungs()) - 2  # all but the first rung and the sum
-    monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path)])
-    picture.main()
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
-
-
-def test_an_answer_is_read_from_its_table_with_a_corrected_p() -> None:
-    text = """## Other
-| row | minus base | its error | n |
-|---|---|---|---|
-| a | +1.0 | 0.1 | 3 |
-
-## Asked: here-2
-3.5 bits a weight:
-
-| row | seconds | minus base | its error | its error | n |
-|---|---|---|---|---|---|
-| base | 1 | - | - | - | 5 |
-| a | 2 | -0.0222 | 0.0035 | 9 | 5 |
-| b | 3 | +0.0010 | 0.0014 | 9 | 5 |
-"""
-    asked = answers.Asked("Why?", "Asked: here-2", "minus base", ("b", "a"), "more")
-    question, answer, sure, limit = answers.answer(asked, "page.md", answers.sections(text)[asked.section])
-    assert question == "[Why?](page.md#asked-here-2)" and limit == "more"
-    assert answer.split("<br>")[1] == "a, 3.5 bits a weight: -0.0222 ± 0.0035"
-    p = paired.p_of(-0.0222, 0.0035, 5)
-    assert 0.003 < p < 0.0035 and sure.split("<br>")[1] == f"5 seeds, p **{p:.2g}** ({2 * p:.2g})"
-
-
 def test_quantizers_are_compared_at_equal_bytes(dataset: Path, tmp_path: Path) -> None:
     config = tiny_config(DATA_PATH=dataset, TOKENIZER_PATH=dataset / "tokenizer.model", MODEL_DIM=64)
     lines = [f"{name}={value}" for name, value in config.as_env().items()]
@@ -428,8 +242,7 @@ def test_quantizers_are_compared_at_equal_bytes(dataset: Path, tmp_path: Path) -
     model = trained_like(config)
     torch.save(model.state_dict(), tmp_path / "final_model.pt")
     targets = 8 * config.eval_length
-    arms = list(experiments.read_json("quantizers")["arms"])
-    measured = divergence.measure(tmp_path, [(5.0, arm) for arm in arms], targets, batches=2)
+    measured = divergence.measure(tmp_path, [(5.0, arm) for arm in divergence.ARMS], targets, batches=2)
     rows = {row["arm"]: row for row in measured["rows"]}
     limit = measured["parameters"] * 5 / 8
     assert all(0.9 * limit < row["bytes"] <= limit and row["passes"] >= 1 for row in rows.values())

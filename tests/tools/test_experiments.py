@@ -1,9 +1,7 @@
 """benchmarks/experiments.py: arms are models, runs are measured once, and a table says what was compared."""
 
-import ast
 import json
 import math
-import shlex
 import subprocess
 import sys
 import types
@@ -14,16 +12,13 @@ import pytest
 from scipy import stats
 
 import train_gpt
-from benchmarks import cpu_clock, experiments, paired, results
+from benchmarks import cpu_clock, experiments, paired
 from benchmarks.experiments import Arm, Budget, Experiment, ExperimentError
-from tests.support.patches import is_fork
 from tests.support.processes import Started
 from tests.support.tiny import environment
 
 TABLES = sorted(path.stem for path in experiments.ARMS.glob("*.json") if path.stem != experiments.SIZES)
-PATCHES = sorted(path.stem for path in experiments.PATCHES.glob("*.patch"))
 SIZES = list(experiments.read_json(experiments.SIZES))
-KEPT = sorted(results.FOLDER.glob("experiments-*.json"))
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -31,7 +26,7 @@ def test_every_arm_is_a_configuration_that_differs_from_the_others(table: str, r
     read = experiments.read_json(table)
     known = train_gpt.Config().as_env().keys() | {"CONFIG"}
     for size in read.get("sizes", SIZES):
-        seen: list[tuple[dict[str, str], str]] = []
+        seen: list[dict[str, str]] = []
         for name, arm in experiments.read_arms(read, size).items():
             assert arm.settings.keys() <= known, f"{name}: {arm.settings.keys() - known}"
             settings = dict(arm.settings)
@@ -39,30 +34,8 @@ def test_every_arm_is_a_configuration_that_differs_from_the_others(table: str, r
                 settings["CONFIG"] = str(repo / settings["CONFIG"])
             config = train_gpt.Config.from_env({**settings, "VOCAB_SIZE": "1024"})
             train_gpt.micro_steps_per_step(config, 1)
-            seen.append((config.as_env(), arm.patch))
-            assert not arm.patch or arm.patch in PATCHES
+            seen.append(config.as_env())
         assert all(one not in seen[:at] for at, one in enumerate(seen)), f"two arms of {size} are alike"
-
-
-def test_every_patch_changes_the_script(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = tmp_path / "made"
-    made.mkdir()
-    for patch in PATCHES:
-        try:
-            script = experiments.patched_script(patch, made)
-        except ExperimentError:
-            if is_fork(repo):
-                continue
-            raise
-        source = script.read_text(encoding="utf-8")
-        assert source != (repo / "train_gpt.py").read_text(encoding="utf-8"), patch
-        ast.parse(source)
-    odd = "--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-no such line\n+x\n"
-    (tmp_path / "odd.patch").write_text(odd)
-    monkeypatch.setattr(experiments, "PATCHES", tmp_path)
-    with pytest.raises(ExperimentError, match=r"odd\.patch does not apply"):
-        experiments.patched_script("odd", made)
-    assert is_fork(repo) or sorted(path.name for path in made.iterdir()) == PATCHES
 
 
 def test_budgets_are_of_training_and_arms_have_the_geometry(repo: Path) -> None:
@@ -94,19 +67,6 @@ def test_equal_operations_are_more_steps_of_a_smaller_model() -> None:
     assert experiments.steps_of(100 * (plain + 3 * looped) / 4, config) == 100
     budget = Budget(tflop=1e-12 * 7 * plain)
     assert budget.settings({**values, "NUM_LOOPS": "0"})["ITERATIONS"] == "7"
-
-
-@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
-def test_the_command_under_a_table_has_the_settings_of_its_run(path: Path) -> None:
-    measured = json.loads(path.read_text(encoding="utf-8"))["measured"]
-    name, runs = next(iter(measured["rows"].items()))
-    given = experiments.parse(shlex.split(experiments.command(measured))[2:])
-    assert given.only == [name] and given.seeds == [runs[0]["seed"]]
-    arm = experiments.read_arms(experiments.read_json(given.table), given.size)[name]
-    values = {**arm.settings, "VOCAB_SIZE": "1024", **dict(one.split("=", 1) for one in given.set)}
-    values.update(Budget(given.steps, given.seconds, given.tflop).settings(values))
-    values.update(DATA_PATH=given.data.name, TOKENIZER_PATH=given.tokenizer.name)
-    assert values == runs[0]["settings"]
 
 
 class Fake:
@@ -177,15 +137,11 @@ def test_what_fails_or_differs_costs_the_others_nothing(fake: Fake, tmp_path: Pa
 
 
 def test_an_artifact_has_as_many_bytes_for_weights_whatever_the_script(fake: Fake, tmp_path: Path) -> None:
-    arms = {"plain": arm("a"), "patched": arm("bb", patch=PATCHES[0])}
-    Experiment(tmp_path, arms, Budget(5), {}, weight_bytes=100_000).share(list(arms), [1])
-    patched = tmp_path / "patched" / PATCHES[0] / "train_gpt.py"
-    scripts = {"a": experiments.REPO / "train_gpt.py", "bb": patched}
-    for name, script in scripts.items():
+    Experiment(tmp_path, {"plain": arm("a")}, Budget(5), {}, weight_bytes=100_000).share(["plain"], [1])
+    for name, script in {"a": experiments.REPO / "train_gpt.py"}.items():
         config = train_gpt.Config.from_env(fake.settings[name, "1"])
         shipped = train_gpt.with_settings(train_gpt.shipped_code(script.read_bytes()), config)
         assert config.artifact_bytes_max - len(shipped) == 100_000
-    assert len({path.read_bytes() for path in scripts.values()}) == 2
 
 
 def test_the_tables_have_paired_differences_and_what_learning_gains(fake: Fake, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EMPTY = ("CONFIG", "NAME", "SEEDS", "RUNS_DIR", "PYTHON", "TEST_WORKERS", "TORCH_VERSIONS",
-         "TORCH_ENVIRONMENTS", "KEEP")  # fmt: skip
+         "TORCH_ENVIRONMENTS")  # fmt: skip
 
 
 def recipe(repo: Path, target: str, *given: str, **environment: str) -> str:
@@ -31,8 +31,8 @@ def test_empty_means_not_given(target: str, repo: Path) -> None:
 def test_what_is_given_counts(repo: Path, tmp_path: Path) -> None:
     given = ["CONFIG=my.env", "NAME=x", "SEEDS=7 8", "RUNS_DIR=/else where"]
     seeds = recipe(repo, "seeds", *given)
-    assert "for seed in 7 8;" in seeds and 'CONFIG="my.env"' in seeds
-    assert '"/else where/x-seed$seed/log.txt"' in seeds
+    assert '"7 8" "x" "my.env" > "/else where/x.sweep"' in seeds
+    assert 'sweep "/else where/x.sweep" --folder "/else where"' in seeds
     assert recipe(repo, "demo", **dict(pair.split("=") for pair in given)).count('"/else where/x') == 3
     # A file of settings may say where runs are written.
     (tmp_path / "c.env").write_text("RUNS_DIR=/there\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.compare.sweep import read_sweep
+from tools.compare.rows import read_sweep
 
 PYTHON = """#!/bin/sh
 echo "python $*" >> calls
@@ -83,4 +83,4 @@ def test_the_image_has_a_traced_torch_and_its_wheel(repo: Path) -> None:
     copied = re.findall(r"^COPY (?!\.)(\S+)", text, re.MULTILINE)
     assert copied and all((repo / name).exists() for name in copied)
     sweep = read_sweep(repo / "tools/pod/seeds.sweep")
-    assert sweep.seeds == ["1337", "42", "2025"] and sweep.start[0] == "torchrun"
+    assert sweep.seeds == ["1337", "42", "2025"] and sweep.rows["base"].start[0] == "torchrun"

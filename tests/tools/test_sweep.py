@@ -1,16 +1,29 @@
 """Many runs: their table, and sweeps that are killed, resumed, refused and stopped by a limit."""
 
 import json
+import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
 
+from tests.support.processes import Started
 from tests.support.runs import make_run
+from tests.support.tiny import environment
 from tests.tools.conftest import Tool
 from tools.__main__ import main
+from tools.compare import driver
+from tools.compare.driver import scores_of
+from tools.compare.paired import paired
+from tools.compare.rows import read_sweep
+from tools.runs.runs import settings_of
 
 # It trains nothing: a score is a function of MATRIX_LR and SEED. A run that the file `die` names ends early.
 TRAINER = """
@@ -22,7 +35,7 @@ with open("starts", "a") as starts:
     starts.write(f"{run.name} {'resumed' if resumed else 'begun'}\\n")
 if not resumed:
     run.mkdir(parents=True)
-names = ("MATRIX_LR", "SEED", "ARTIFACT_BYTES_MAX")
+names = ("MATRIX_LR", "SEED", "ARTIFACT_BYTES_MAX", "TTT_LORA_LR", "NEW_THING")
 (run / "config.env").write_text("".join(f"{name}={env[name]}\\n" for name in names if name in env))
 log = ["step:10/400 train_loss:3.0000 train_time:500ms step_avg:50.00ms"]
 die = pathlib.Path("die")
@@ -34,6 +47,11 @@ if run.name in fate and not resumed:
     (run / "log.txt").write_text(log[0])
     sys.exit(137)
 bpb = 1.5 + 10 * (float(env["MATRIX_LR"]) - 0.025) ** 2 + 0.01 * int(env["SEED"])
+if env.get("EVAL_ONLY"):
+    bpb = float(pathlib.Path(env["EVAL_ONLY"]).read_text()) - float(env["TTT_LORA_LR"])
+bpb -= float(env.get("NEW_THING", 0))
+(run / "model.bin").write_text(repr(bpb))
+(run / "train_gpt.py").write_bytes(pathlib.Path(sys.argv[0]).read_bytes())
 log += [f"legal_ttt_exact val_loss:{2 * bpb:.8f} val_bpb:{bpb:.8f} scored_tokens:10 val_bytes:20"]
 (run / "log.txt").write_text("\\n".join(log))
 limit = int(env.get("ARTIFACT_BYTES_MAX", 300000))
@@ -100,12 +118,86 @@ def test_a_limit_that_is_not_kept_stops_the_rest(place: Path, capfd: pytest.Capt
     assert (place / "starts").read_text().split() == ["base-seed1", "begun", "low-seed1", "begun"]
 
 
+def add_rows(place: Path, lines: str) -> None:
+    """More lines at the end of the sweep."""
+    with (place / "rates.txt").open("a") as file:
+        file.write(lines)
+
+
+# A fork of the script: it has a setting that ours lacks.
+FORK = """
+from dataclasses import dataclass
+import train_gpt
+
+@dataclass(frozen=True)
+class Config(train_gpt.Config):
+    new_thing: float = train_gpt.setting(0.0, "a technique")
+"""
+
+
+def test_a_row_may_have_a_script_and_another_may_score_its_artifacts_again(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trains = "".join(f"    {line}\n" for line in TRAINER.splitlines())
+    (place / "fork.py").write_text(f"if __name__ == '__main__':\n{trains}    sys.exit()\n{FORK}")
+    add_rows(place, "fork: script=fork.py NEW_THING=0.1\nadapters: of=fork TTT_LORA_LR=0.002\n")
+    status, printed = sweep(capfd)
+    assert status == 0
+    # The fork gains 0.1 over the base; the other row scores the fork's artifacts, which it does not train.
+    assert re.search(r"^fork +3 +1\.42000 +-0\.10000 +-0\.10000 to -0\.10000", printed, re.MULTILINE)
+    assert re.search(r"^adapters +3 +1\.31800 +-0\.20200 ", printed, re.MULTILINE)
+    assert "warning" not in printed
+    folder = place / "runs/rates"
+    base, fork = ((folder / f"{row}-seed1/train_gpt.py").read_text() for row in ("base", "fork"))
+    assert "class Config" in fork and "class Config" not in base
+    assert settings_of(folder / "adapters-seed2/config.env")["NEW_THING"] == "0.1"
+    # Finished rows of all kinds are skipped; a script that has changed between two seeds is said.
+    (place / "starts").unlink()
+    (place / "fork.py").write_text((place / "fork.py").read_text() + "# changed\n")
+    add_rows(place, "slower: of=fork TTT_LORA_LR=0.001\n")
+    printed = sweep(capfd)[1]
+    begun = (place / "starts").read_text().splitlines()
+    assert begun == [f"slower-seed{seed} begun" for seed in (1, 2, 3)]
+    assert re.search(r"^warning: fork\.py changed between these runs: versions \w+, \w+$", printed, re.M)
+
+
+def test_settings_of_the_shell_reach_every_row_and_are_compared(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would make each run another one, as RESUME, does not."""
+    monkeypatch.setenv("ARTIFACT_BYTES_MAX", "250000")
+    monkeypatch.setenv("MATRIX_LR", "1")
+    monkeypatch.setenv("RESUME", "elsewhere")
+    assert sweep(capfd)[0] == 0
+    written = settings_of(place / "runs/rates/low-seed3/config.env")
+    assert (written["ARTIFACT_BYTES_MAX"], written["MATRIX_LR"]) == ("250000", "0.02")
+    monkeypatch.setenv("ARTIFACT_BYTES_MAX", "260000")
+    assert main(["sweep", "rates.txt"]) == 2
+    assert "ARTIFACT_BYTES_MAX=250000, not 260000" in capfd.readouterr().err
+
+
+def test_a_folder_that_is_named_holds_the_runs_beside_others(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `make seeds` wants it: runs of other names are no part of its table."""
+    make_run(place / "runs/other", 1)
+    status, printed = sweep(capfd, "--folder", "runs")
+    assert status == 0 and (place / "runs/base-seed3/summary.json").is_file()
+    assert printed.count(" finished") == 9 and not re.search(r"^other ", printed, re.MULTILINE)
+
+
 @pytest.mark.parametrize(("before", "after", "message"), [
     ("low: ", "low: MATRIX_LRR=1 ", "did you mean MATRIX_LR?"),
     ("low: MATRIX_LR=0.02", "low: MATRIX_LR=x", "row low: MATRIX_LR='x'"),
     ("low: ", "low: SEED=4 ", "the sweep sets it"),
     ("low: ", "base: ", "a name that is there already"),
-    ("low: ", "low ", "is no NAME: SETTING=VALUE"),
+    ("low: ", "low ", "is not NAME: SETTING=VALUE"),
+    ("low: ", "low: of=high ", "expected the name of a row above it: base"),
+    ("high: ", "again: of=base\nhigh: of=again ", "that row trains nothing; name base"),
+    ("low: ", "low: script=none.py ", "none.py: no such script"),
+    ("low: ", "low: script=trainer.py ", "trainer.py has no class Config"),
+    ("low: ", "low: NEW_THING=1 ", "NEW_THING is not a setting"),
+    ("seeds: 1 2 3", "seeds: 1 2 1", "expected each seed once"),
 ])  # fmt: skip
 def test_a_file_with_a_mistake_starts_nothing(
     place: Path, capfd: pytest.CaptureFixture[str], before: str, after: str, message: str
@@ -115,6 +207,58 @@ def test_a_file_with_a_mistake_starts_nothing(
     assert main(["sweep", "rates.txt"]) == 2
     assert message in capfd.readouterr().err
     assert not (place / "starts").exists()
+
+
+def test_an_artifact_of_the_script_is_scored_again(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the real script, where torch is loaded already."""
+
+    def forked(command: Sequence[str], variables: dict[str, str]) -> int:
+        return Started({**os.environ, **variables}, (), tmp_path, "", Path(command[-1])).wait().status
+
+    monkeypatch.setattr(driver, "start", forked)
+    places = {"DATA_PATH": dataset, "TOKENIZER_PATH": dataset / "tokenizer.model", "VAL_TOKENS_LIMIT": 300}
+    length = {"MAX_WALLCLOCK_SECONDS": 0, "ITERATIONS": 3, "WARMUP_STEPS": 0}
+    settings = environment(**places, **length)
+    words = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
+    (tmp_path / "two.sweep").write_text(f"seeds: 1\nall: {words}\nbase:\nwindows: of=base EVAL_STRIDE=16\n")
+    sweep = read_sweep(tmp_path / "two.sweep", {})
+    for _ in range(2):  # the second time both are there
+        for row in sweep.rows.values():
+            assert driver.run_once(row, "1", tmp_path / "runs") == ""
+    trained, scored = (scores_of(tmp_path / f"runs/{name}-seed1") for name in ("base", "windows"))
+    assert trained.keys() == {"before quantization", "quantized"}
+    assert scored.keys() == {"quantized", "sliding window"}
+    assert scored["quantized"] == pytest.approx(trained["quantized"], abs=1e-9)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["base-seed1", "windows-seed1"]
+
+
+@given(st.lists(st.tuples(*[st.floats(0.5, 3.0)] * 2), min_size=2, max_size=8))
+def test_a_paired_comparison_is_the_paired_t_test_of_scipy(scores: list[tuple[float, float]]) -> None:
+    new = {str(seed): pair[0] for seed, pair in enumerate(scores)}
+    base = {str(seed): pair[1] for seed, pair in reversed([*enumerate(scores)])}
+    found = paired({**new, "only here": 9.0}, {**base, "only there": 0.0})
+    gaps = np.subtract(*np.transpose(scores))
+    assert found is not None and found.seeds == len(scores)
+    assert found.difference == pytest.approx(gaps.mean(), abs=1e-12)
+    assert found.error == pytest.approx(stats.sem(gaps), rel=1e-6, abs=1e-12)
+    assert found.interval is not None
+    if found.p is None:
+        assert found.interval == (found.difference, found.difference)
+        return
+    assert found.p == pytest.approx(stats.ttest_rel(*np.transpose(scores)).pvalue, rel=1e-6)
+    half = stats.t.ppf(0.975, len(scores) - 1) * found.error
+    assert found.interval == pytest.approx((found.difference - half, found.difference + half))
+    # The interval is without zero where p is below 0.05.
+    assert (found.p < 0.05) == (found.interval[0] > 0 or found.interval[1] < 0)
+
+
+def test_one_pair_has_a_difference_and_no_test() -> None:
+    assert paired({"1": 2.0}, {"2": 1.0}) is None
+    found = paired({"1": 2.0, "3": 1.0}, {"1": 1.5})
+    assert found is not None and (found.seeds, found.difference) == (1, 0.5)
+    assert found.error is found.interval is found.p is None
 
 
 def test_runs_is_one_table(tmp_path: Path, tool: Tool) -> None:

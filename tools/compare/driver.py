@@ -1,0 +1,102 @@
+"""One run of a row with a seed: started, resumed or skipped, whatever was there before.
+
+A run stands in FOLDER/ROW-seedSEED. Nothing is overwritten: a run that cannot be resumed moves to
+FOLDER/stopped. A run with other settings than the row has now is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.compare import overview
+from tools.compare.rows import SET_BY_THE_DRIVER, Row
+from tools.compare.settings import plain_values
+from tools.runs.errors import RecordError
+from tools.runs.folder import CONFIG, required_object
+from tools.runs.runs import FINISHED, SUMMARY, settings_of
+
+ARTIFACT = "model.bin"
+CHECKPOINT = "checkpoint.pt"
+SCRIPT = "train_gpt.py"  # the copy of it in a run directory
+
+
+def directory_of(folder: Path, row: str, seed: str) -> Path:
+    """Where the run of a row stands."""
+    return folder / f"{row}-seed{seed}"
+
+
+def run_once(row: Row, seed: str, folder: Path) -> str:
+    """Start, resume or skip one run. Returns why no other should follow; empty text if all is well."""
+    directory = directory_of(folder, row.name, seed)
+    if (directory / CONFIG).is_file():
+        refuse_other_settings(directory, row, seed)
+    if not is_finished(directory):
+        variables = {**row.settings, "SEED": seed, "RUNS_DIR": str(folder), "RUN_ID": directory.name}
+        if row.of:
+            variables["EVAL_ONLY"] = str(directory_of(folder, row.of, seed) / ARTIFACT)
+        if (directory / CHECKPOINT).is_file():
+            variables = {**row.settings, "SEED": seed, "RESUME": str(directory)}
+        elif directory.exists():
+            keep_aside(directory)
+        words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        print(f"sweep {row.name}, seed {seed}: {' '.join(words)} {shlex.join(row.start)}", flush=True)
+        exit_status = start(row.start, variables)
+        if exit_status != 0 or not is_finished(directory):
+            return f"{directory} ended with exit status {exit_status}"
+    over = overview.failed_limits(required_object(directory / SUMMARY))
+    return f"{directory} did not keep its limits: {', '.join(over)}" if over else ""
+
+
+def start(command: Sequence[str], variables: dict[str, str]) -> int:
+    """The exit status of a run. An interrupt reaches the run too: it gets the time for its checkpoint."""
+    beneath = {name: value for name, value in os.environ.items() if name not in SET_BY_THE_DRIVER}
+    process = subprocess.Popen(command, env={**beneath, **variables})
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+
+
+def is_finished(directory: Path) -> bool:
+    """Whether the run wrote its summary. RecordError for a damaged one, or the run would be made again."""
+    path = directory / SUMMARY
+    return path.is_file() and required_object(path).get("exit") == FINISHED
+
+
+def refuse_other_settings(directory: Path, row: Row, seed: str) -> None:
+    """RecordError if the existing run was started with other settings than the row has now."""
+    wanted = plain_values(row.config(seed).as_env())
+    written = plain_values(settings_of(directory / CONFIG))
+    differs = [name for name in sorted(wanted.keys() & written.keys()) if wanted[name] != written[name]]
+    differs = [name for name in differs if name not in SET_BY_THE_DRIVER]
+    if differs:
+        got = ", ".join(f"{name}={written[name]}, not {wanted[name]}" for name in differs)
+        raise RecordError(f"{directory} was started with other settings ({got}); give the row another name, "
+                          "or move that directory away")  # fmt: skip
+
+
+def keep_aside(directory: Path) -> None:
+    """Rename the directory of a run that cannot be resumed: nothing is overwritten."""
+    stopped = directory.parent / "stopped"
+    stopped.mkdir(exist_ok=True)
+    number = len(list(stopped.iterdir())) + 1
+    aside = stopped / f"{directory.name}.{number}"
+    directory.rename(aside)
+    print(f"sweep: {directory.name} had no checkpoint: it is kept as {aside}, and begins anew")
+
+
+def scores_of(directory: Path) -> dict[str, float]:
+    """Bits per byte of a finished run after each stage, in the order of the stages; of another none."""
+    return dict(overview.read_row(directory).scores) if is_finished(directory) else {}
+
+
+def version_of(directory: Path) -> str:
+    """The first digits of the SHA-256 of the script that a run has kept; empty where it kept none."""
+    path = directory / SCRIPT
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else ""

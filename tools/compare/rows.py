@@ -1,0 +1,153 @@
+"""Rows of settings × seeds: read from a small file, and checked before anything is run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools import REPO
+from tools.runs.errors import RecordError
+from tools.runs.load import load_script
+from tools.runs.reading import exact_text
+from tools.runs.script import LAUNCHERS, Config, similar_setting
+
+LINE = re.compile(r"([A-Za-z0-9][\w.+-]*):(.*)")
+RESERVED = ("seeds", "all", "start")
+WORDS_OF_A_ROW = ("of", "script")  # in small letters, as no setting is
+SET_BY_THE_DRIVER = ("SEED", "RUN_ID", "RUNS_DIR", "RESUME", "EVAL_ONLY")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Settings that are trained with each seed; or another way to score the artifacts of such a row."""
+
+    name: str
+    settings: dict[str, str]  # those of the shell too, which lie beneath the row's own
+    start: list[str]  # the command, whose last word is the script
+    script: Path | None = None  # a version of train_gpt.py that is not this repository's
+    of: str = ""  # the row whose artifacts it scores; empty: it trains its own
+
+    def config(self, seed: str) -> Any:
+        """The settings of a run, as its script reads them. ValueError, as a ConfigError of that script is."""
+        return config_class(self.script).from_env({**self.settings, "SEED": seed})
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The rows of a file, the first of which is the base, and the seeds of each."""
+
+    name: str
+    rows: dict[str, Row]
+    seeds: list[str]
+
+
+@functools.cache
+def config_class(script: Path | None) -> Any:
+    """The class of settings of a script; None: this repository's. RecordError for a script without one."""
+    if script is None:
+        return Config
+    if not script.is_file():
+        raise RecordError(f"{script}: no such script; give script=PATH of a version of train_gpt.py")
+    # One that is not ours is not executed.
+    if "\nclass Config(" not in script.read_text(encoding="utf-8", errors="replace"):
+        raise RecordError(f"{script} has no class Config, so it is not a version of this repository's "
+                          "train_gpt.py; benchmarks/beside.py runs scripts of others")  # fmt: skip
+    try:
+        return load_script(script).Config
+    except Exception as error:  # whatever that version raises
+        raise RecordError(f"{script} does not load: {type(error).__name__}: {error}") from error
+
+
+def read_sweep(path: Path, environ: Mapping[str, str] = os.environ) -> Sweep:
+    """The sweep that a file describes. RecordError with the line that cannot be read.
+
+    environ: the shell, whose settings reach every row where the row has none of its own.
+    """
+    found = read_lines(path)
+    everywhere = pairs(path, "all", found.get("all", []))
+    start = found.get("start") or [sys.executable, str(REPO / "train_gpt.py")]
+    rows: dict[str, Row] = {}
+    for name, words in found.items():
+        if name not in RESERVED:
+            given = {**everywhere, **pairs(path, name, words)}
+            rows[name] = read_row(path, name, given, start, rows, environ)
+    if not rows:
+        raise RecordError(
+            f"{path}: no row; expected a line NAME: SETTING=VALUE … next to {', '.join(RESERVED)}"
+        )
+    seeds = found.get("seeds") or [environ.get("SEED") or Config().as_env()["SEED"]]
+    if len(set(seeds)) < len(seeds):
+        raise RecordError(f"{path}: seeds: {' '.join(seeds)}: expected each seed once")
+    for row in rows.values():
+        for seed in seeds:
+            try:
+                row.config(seed)
+            except ValueError as error:  # a ConfigError, of whichever script
+                raise RecordError(f"{path}, row {row.name}: {error}") from error
+    return Sweep(path.stem, rows, seeds)
+
+
+def read_lines(path: Path) -> dict[str, list[str]]:
+    """The words behind each name of the file, in its order."""
+    try:
+        lines = exact_text(path.read_bytes()).splitlines()
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: {error}; expected lines of NAME: SETTING=VALUE …") from error
+    found: dict[str, list[str]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = LINE.fullmatch(line.strip())
+        if match is None or match[1] in found:
+            what = "a name that is there already" if match else "not NAME: SETTING=VALUE …"
+            raise RecordError(f"{path} line {number}: {line.strip()!r} is {what}")
+        try:
+            found[match[1]] = shlex.split(match[2])
+        except ValueError as error:
+            raise RecordError(f"{path} line {number}: {line.strip()!r}: {error}") from error
+    return found
+
+
+def pairs(path: Path, name: str, words: Sequence[str]) -> dict[str, str]:
+    """The words NAME=VALUE of a line. RecordError for another word, or a variable that the driver sets."""
+    found = {}
+    for word in words:
+        variable, equals, value = word.partition("=")
+        if not equals or variable in SET_BY_THE_DRIVER:
+            raise RecordError(f"{path}, row {name}: {word!r} is not SETTING=VALUE, or the sweep sets it; "
+                              "seeds stand in the line `seeds:`")  # fmt: skip
+        found[variable] = value
+    return found
+
+
+def read_row(
+    path: Path, name: str, given: Mapping[str, str], start: list[str], above: Mapping[str, Row],
+    environ: Mapping[str, str],
+) -> Row:  # fmt: skip
+    """One row of the file; above: the rows before it. RecordError for a name that is not a setting."""
+    of = given.get("of", "")
+    if of and of not in above:
+        known = ", ".join(above) or "none"
+        raise RecordError(f"{path}, row {name}: of={of}: expected the name of a row above it: {known}")
+    if of and above[of].of:
+        raise RecordError(f"{path}, row {name}: of={of}: that row trains nothing; name {above[of].of}")
+    script = Path(given["script"]) if "script" in given else above[of].script if of else None
+    known_settings = config_class(script)().as_env()
+    settings = {variable: value for variable, value in given.items() if variable not in WORDS_OF_A_ROW}
+    for variable in settings:
+        if variable != "CONFIG" and variable not in known_settings and not variable.startswith(LAUNCHERS):
+            near = similar_setting(variable) or "a name that train_gpt.py --help lists"
+            raise RecordError(f"{path}, row {name}: {variable} is not a setting; did you mean {near}?")
+    if of:
+        beneath = above[of].settings
+    else:
+        reaches = {"CONFIG", *known_settings}.difference(SET_BY_THE_DRIVER)
+        beneath = {variable: value for variable, value in environ.items() if variable in reaches}
+    return Row(name, {**beneath, **settings}, [*start[:-1], str(script)] if script else start, script, of)
