@@ -407,13 +407,19 @@ class Config(TrainingSettings):
         """A and B have the root of an adapter's scale each."""
         return math.sqrt(self.ttt_lora_alpha / self.ttt_lora_rank)
 
-    @property
-    def documents_at_once(self) -> int:
-        """Documents that learn side by side on one rank; by default as many as a micro-batch has rows.
+    most_documents_at_once = 96
 
-        Each needs the memory of a row, and that of its adapters, their gradients and moments.
+    def documents_at_once(self, longest: int) -> int:
+        """Documents of up to `longest` targets that learn side by side on one rank.
+
+        By default as many as a micro-batch has tokens for, windows being EVAL_SEQ_LEN long at most; but no
+        more than `most_documents_at_once` for being short: the adapters of each take memory, too.
         """
-        return self.ttt_batch_size or max(1, self.micro_batch_tokens // self.eval_length)
+        if self.ttt_batch_size:
+            return self.ttt_batch_size
+        rows = max(1, self.micro_batch_tokens // self.eval_length)
+        short_rows = self.micro_batch_tokens // min(longest, self.eval_length)
+        return max(rows, min(short_rows, self.most_documents_at_once))
 
     @property
     def traced_steps(self) -> range:
@@ -1004,30 +1010,23 @@ class Ops(NamedTuple):
 # --- adapters of test-time training ---
 
 
-class Adapter(NamedTuple):
-    """A low-rank matrix for each row of a batch: it adds B A x to an output (arXiv 2106.09685)."""
-
-    a_BRI: Tensor  # R: the rank; I: channels of the input
-    b_BOR: Tensor  # O: channels of the output
-
-
-# The adapters of one visit, by their place. q, k and v belong to projections. o and mlp go around attention
-# and MLP as a whole, from the input of the branch to its output (PR #1530). head belongs to the logits.
-Adapters = dict[str, Adapter]
+# An adapter adds B A x to an output, with matrices of its own for each row of a batch (arXiv 2106.09685).
+# q, k and v belong to projections. o and mlp go around attention and MLP as a whole, from the input of the
+# branch to its output (PR #1530). head belongs to the logits.
+# The adapters of one visit come in groups that read the same x: "attention" (q, k, v and o), "mlp", "head".
+# A group has the A of all its names one below the other, (rows, names · rank, channels of x), and by name
+# its B, (rows, channels of the output, rank).
+Adapters = dict[str, tuple[Tensor, dict[str, Tensor]]]
 
 
-def low_rank(x_BTI: Tensor, adapter: Adapter) -> Tensor:
-    """The output of an adapter for x, (B, T, O)."""
-    # A function, no method: Dynamo of torch 2.9 and 2.10 cannot trace a call of a NamedTuple of tensors.
-    a_BRI, b_BOR = adapter
-    return (x_BTI @ a_BRI.mT) @ b_BOR.mT
-
-
-def adapted(y_BTO: Tensor, x_BTI: Tensor, adapters: Adapters, name: str) -> Tensor:
-    """y plus the output of its adapter for x; without an adapter y itself."""
-    if name not in adapters:
-        return y_BTO
-    return y_BTO + low_rank(x_BTI, adapters[name])
+def low_rank(x_BTI: Tensor, adapters: Adapters, group: str) -> dict[str, Tensor]:
+    """The outputs (B, T, O) of a group's adapters for x, by name; empty without adapters."""
+    if group not in adapters:
+        return {}
+    a_BRI, b_of_name = adapters[group]
+    # One product reads x for all of them, and one makes its gradient.
+    inner_BTR = (x_BTI @ a_BRI.mT).chunk(len(b_of_name), dim=-1)
+    return {name: inner @ b_of_name[name].mT for name, inner in zip(b_of_name, inner_BTR, strict=True)}
 
 
 # --- the model ---
@@ -1259,9 +1258,12 @@ class GPT(nn.Module):
         w = context.weights
         # Project the input to queries, keys and values, and split them into heads.
         qkv_BTR = F.linear(x_BTD, w["qkv"][layer])
-        if adapters:
-            parts = qkv_BTR.split([c.model_dim, c.kv_dim, c.kv_dim], dim=-1)
-            parts = [adapted(part, x_BTD, adapters, name) for name, part in zip("qkv", parts, strict=True)]
+        added = low_rank(x_BTD, adapters, "attention")
+        if added:
+            parts = list(qkv_BTR.split([c.model_dim, c.kv_dim, c.kv_dim], dim=-1))
+            for place, name in enumerate("qkv"):
+                if name in added:
+                    parts[place] = parts[place] + added[name]
             qkv_BTR = torch.cat(parts, dim=-1)
         qkv_BTNE = qkv_BTR.unflatten(-1, (-1, c.head_dim))
         heads = self.ops.heads(qkv_BTNE, w["qk_gain_LH"][layer], context.rotary)
@@ -1285,7 +1287,8 @@ class GPT(nn.Module):
         if context.observe is not None:
             context.observe("attn_in", layer, x_BTD)
             context.observe("attn_out", layer, y_BTD)
-        return adapted(F.linear(y_BTD, w["attn_out"][layer]), x_BTD, adapters, "o")
+        out_BTD = F.linear(y_BTD, w["attn_out"][layer])
+        return out_BTD + added["o"] if "o" in added else out_BTD
 
     def _mlp(
         self, layer: int, x_BTD: Tensor, scale: float, context: Context, adapters: Adapters
@@ -1301,7 +1304,8 @@ class GPT(nn.Module):
             # A fused kernel keeps its hidden values to itself: calibration computes them again.
             context.observe("mlp_in", layer, x_BTD)
             context.observe("mlp_hidden", layer, activation(F.linear(x_BTD, up_FD), slope))
-        return adapted(y_BTD, x_BTD, adapters, "mlp")
+        added = low_rank(x_BTD, adapters, "mlp")
+        return y_BTD + added["mlp"] if added else y_BTD
 
 
 def join(lanes: list[Tensor]) -> Tensor:
@@ -3719,11 +3723,17 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: Array, config: Config) -> No
 # --- test-time training with adapters, document by document ---
 
 
-def adapter_layout(c: Config) -> list[dict[str, int]]:
-    """The adapters of each visit, extra passes included, and last that of the head: their outputs by name."""
+def adapter_layout(c: Config) -> list[dict[str, dict[str, int]]]:
+    """The adapters of each visit, extra passes included, and last that of the head.
+
+    By group as in `Adapters`, and by name the channels of their outputs.
+    """
     outputs = {"q": c.model_dim, "k": c.kv_dim, "v": c.kv_dim, "o": c.model_dim, "mlp": c.model_dim}
-    of_visit = {name: outputs[name] for name in c.lora_targets if name != "head"}
-    of_head = {"head": c.vocab_size} if "head" in c.lora_targets else {}
+    in_attention = {name: outputs[name] for name in c.lora_targets if name in "qkvo"}
+    of_visit = {"attention": in_attention} if in_attention else {}
+    if "mlp" in c.lora_targets:
+        of_visit["mlp"] = {"mlp": outputs["mlp"]}
+    of_head = {"head": {"head": c.vocab_size}} if "head" in c.lora_targets else {}
     return [*(len(visit_order(c, looping=True)) * [of_visit]), of_head]
 
 
@@ -3736,30 +3746,33 @@ def first_adapters(model: GPT, config: Config) -> Tensor:
     inputs = config.model_dim
     bound = config.lora_scale_root / math.sqrt(inputs)
     matrices = []
-    for visit, adapters in enumerate(adapter_layout(config)):
-        for name, outputs in adapters.items():
-            generator = generator_of(f"{config.seed} adapter {name} {visit}")
-            a_N = torch.empty(config.ttt_lora_rank * inputs).uniform_(-bound, bound, generator=generator)
-            matrices += [a_N, torch.zeros(outputs * config.ttt_lora_rank)]
+    for visit, groups in enumerate(adapter_layout(config)):
+        for outputs_of_name in groups.values():
+            for name in outputs_of_name:
+                generator = generator_of(f"{config.seed} adapter {name} {visit}")
+                a_N = torch.empty(config.ttt_lora_rank * inputs)
+                matrices.append(a_N.uniform_(-bound, bound, generator=generator))
+            matrices.append(torch.zeros(config.ttt_lora_rank * sum(outputs_of_name.values())))
     master = torch.promote_types(model.compute_dtype, torch.float32)
     return torch.cat(matrices).to(model.machine.device, master)
 
 
-def unpack(numbers_BP: Tensor, layout: list[dict[str, int]], c: Config) -> list[Adapters]:
-    """The adapters of these visits. Their numbers stand visit by visit and name by name, A before B."""
+def unpack(numbers_BP: Tensor, layout: list[dict[str, dict[str, int]]], c: Config) -> list[Adapters]:
+    """The adapters of these visits. Numbers stand visit by visit and group by group, all A before all B."""
     rank = c.ttt_lora_rank
     sizes = []
-    for visit in layout:
-        for outputs in visit.values():
-            sizes += [rank * c.model_dim, outputs * rank]
+    for groups in layout:
+        for outputs_of_name in groups.values():
+            sizes.append(len(outputs_of_name) * rank * c.model_dim)
+            sizes += [outputs * rank for outputs in outputs_of_name.values()]
     # One split: on the way back it puts all gradients into one tensor at once.
     pieces = iter(numbers_BP.split(sizes, dim=1))
     found = []
-    for visit in layout:
-        adapters = {}
-        for name in visit:
-            a_BRI = next(pieces).unflatten(1, (rank, -1))
-            adapters[name] = Adapter(a_BRI, next(pieces).unflatten(1, (-1, rank)))
+    for groups in layout:
+        adapters: Adapters = {}
+        for group, outputs_of_name in groups.items():
+            a_BRI = next(pieces).unflatten(1, (-1, c.model_dim))
+            adapters[group] = a_BRI, {name: next(pieces).unflatten(1, (-1, rank)) for name in outputs_of_name}
         found.append(adapters)
     return found
 
@@ -3825,7 +3838,7 @@ class DocumentAdapters:
         size = c.ttt_lora_rank * (c.model_dim + c.vocab_size)
         self.head_BP = self.rounded_BP[: len(hidden_BTD), -size:].detach().requires_grad_()
         (adapters,) = unpack(self.head_BP, adapter_layout(c)[-1:], c)
-        return low_rank(hidden_BTD, adapters["head"]).flatten(0, 1)
+        return low_rank(hidden_BTD, adapters, "head")["head"].flatten(0, 1)
 
     @torch.no_grad()
     def step(self, documents: int) -> None:
@@ -3880,8 +3893,13 @@ class DocumentScorer:
     def batches(self) -> list[Array]:
         """The numbers of all documents in batches of similar length, the longest first, also in a batch."""
         longest_first = np.argsort(-self.lengths, kind="stable")
-        size = self.config.documents_at_once
-        return np.split(longest_first, range(size, len(longest_first), size))
+        found = []
+        start = 0
+        while start < len(longest_first):
+            stop = start + self.config.documents_at_once(int(self.lengths[longest_first[start]]))
+            found.append(longest_first[start:stop])
+            start = stop
+        return found
 
     def batches_of_rank(self) -> list[Array]:
         """The batches of this rank: each goes to the rank with the least to do, before any is scored."""
@@ -3992,16 +4010,21 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
     batches = scorer.batches_of_rank()
     own_targets = sum(int(scorer.lengths[batch].sum()) for batch in batches)
     passes = [len(list(scorer.chunks(batch, learning=False))) for batch in batches]
-    step_seconds = 0.0  # of a chunk in the last batch with learning; later windows are no longer
+    # Of a chunk in the last batch with learning, and for one of its documents. Later windows are no longer,
+    # but there may be more documents, whose adapters take their time at any length.
+    step_seconds = 0.0
+    document_seconds = 0.0
     for number, batch in enumerate(batches):
         started = clock.seconds()
         steps = len(list(scorer.chunks(batch)))
+        step_seconds = max(step_seconds, document_seconds * len(batch))
         # Reserve: a pass without learning needs at most half a step, since it has no backward pass.
         needed_seconds = step_seconds * (steps + sum(passes[number + 1 :]) / 2)
         learning = clock.learns(str(batch[0]), int(scorer.lengths[batch].sum()), needed_seconds)
         scorer.score(batch, learning)
         if learning:
             step_seconds = (clock.seconds() - started) / steps
+            document_seconds = step_seconds / len(batch)
             lengths = scorer.lengths[batch]
             with_steps = lengths[lengths > config.ttt_chunk_size] if config.ttt_lora_lr > 0 else lengths[:0]
             clock.learned[str(batch[0])] = int(with_steps.sum())
@@ -4044,10 +4067,16 @@ def rehearse_evaluation(model: GPT, config: Config, run: Run) -> None:
         if config.ttt_mode == "lora":
             # In pairs: one row and several, with gradients and without.
             score_ttt(alone, text, replace(config, ttt_chunk_size=half, ttt_batch_size=2))
-            # Then a batch for each rank, with the memory that the largest ones will need.
-            document = text[: config.eval_length + 1]
-            documents = config.documents_at_once * model.machine.world_size
-            score_ttt(model, np.resize(document, documents * len(document) + 1), config)
+            # Then a batch for each rank, with the memory that the largest ones take: of the longest
+            # documents, and of the most.
+            longest = config.eval_length
+            shortest = max(1, min(longest, config.micro_batch_tokens // config.most_documents_at_once))
+            for length in (longest, shortest):
+                most = config.documents_at_once(length)
+                if length == longest or most > config.documents_at_once(longest):
+                    documents = most * model.machine.world_size
+                    document = text[: length + 1]
+                    score_ttt(model, np.resize(document, documents * len(document) + 1), config)
             return
         # A whole chunk to learn from, and one more. All ranks share each batch of learning, of a size that
         # only compiled code must have met.

@@ -97,7 +97,7 @@ def cost(config: Config) -> None:
     }
     print(f"{targets:,} targets; context {config.eval_length}, stride {config.eval_stride}, SGD chunks of "
           f"{config.ttt_chunk_tokens}, LoRA rank {config.ttt_lora_rank}, chunks of {config.ttt_chunk_size}, "
-          f"batches of {config.documents_at_once}")
+          f"batches of {config.documents_at_once(config.eval_length)}")
     print("| score | forward tokens per target | backward |\n|---|---|---|")
     for name, (passes, text) in found.items():
         forward = sum(one.tokens for one in passes) / (len(text) - 1)

@@ -44,9 +44,17 @@ def exact_model(lab: probes.Subject) -> Any:
     return model
 
 
-def first(model: Any, config: Config) -> list[Any]:
+def first(model: Any, config: Config) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """The adapters of a document before it learns, by visit: (1, rank, inputs) and (1, outputs, rank)."""
-    return train_gpt.unpack(first_adapters(model, config)[None], train_gpt.adapter_layout(config), config)
+    visits = []
+    numbers_1P = first_adapters(model, config)[None]
+    for groups in train_gpt.unpack(numbers_1P, train_gpt.adapter_layout(config), config):
+        adapters = {}
+        for a_1RI, b_of_name in groups.values():
+            parts = a_1RI.chunk(len(b_of_name), dim=1)
+            adapters.update({name: (a, b_of_name[name]) for name, a in zip(b_of_name, parts, strict=True)})
+        visits.append(adapters)
+    return visits
 
 
 class PlainAdapters:
@@ -325,6 +333,19 @@ def test_chunks_and_sizes_follow_from_settings_alone() -> None:
     # No sliding window is needed for documents, and long chunks of documents are no matter with SGD.
     assert subject(EVAL_STRIDE=0).config.eval_stride == 0
     assert subject(TTT_MODE="sgd", EVAL_STRIDE=8, TTT_CHUNK_SIZE=48).config.ttt_chunk_size == 48
+
+
+def test_short_documents_learn_in_larger_batches_of_no_more_tokens() -> None:
+    """As many as a micro-batch has tokens for, at least its rows, and no more than the memory of 96 adapters."""
+    lab = subject(TTT_BATCH_SIZE=0, EVAL_SEQ_LEN=16, TRAIN_SEQ_LEN=16, MICRO_BATCH_TOKENS=320)
+    lengths = [200] * 30 + [9] * 30 + [2] * 300
+    tokens = np.full(sum(lengths) + 1, 3, np.uint16)
+    tokens[np.cumsum([0, *lengths])] = BOS_ID
+    batches = scorer_of(lab, tokens).batches()
+    assert [len(batch) for batch in batches] == [20, 20, 35, 96, 96, 93]
+    # What the setting says is done.
+    lab = subject(TTT_BATCH_SIZE=7, EVAL_SEQ_LEN=16, TRAIN_SEQ_LEN=16, MICRO_BATCH_TOKENS=320)
+    assert {len(batch) for batch in scorer_of(lab, tokens).batches()[:-1]} == {7}
 
 
 @pytest.mark.parametrize("kind", ["no BOS", "only BOS", "late BOS", "two tokens", "BOS last"])

@@ -68,7 +68,7 @@ class Witness:
     def _learned(self, document: int) -> bool:
         """Whether the run learned from a document: what it noted of the first one of its batch."""
         longest_first = np.argsort(-np.diff(self.begins), kind="stable")
-        size = self.config.documents_at_once
+        size = self.config.documents_at_once(self.config.eval_length)
         place = int(np.flatnonzero(longest_first == document)[0])
         return bool(self.modes.get(str(longest_first[place // size * size]), 1))
 
