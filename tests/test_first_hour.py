@@ -166,15 +166,12 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     me.do("python -m tools plot runs/mine-seed1 runs/mine-seed2 --out curves.png")
     assert (me.clone / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
-    # Many runs: a sweep and its table. A public command as one of ours. A name with a space, and what is
-    # printed for it.
+    # Many runs: a sweep and its table. A name with a space, and what is printed for it.
     rates = me.home / "rates.txt"
     rates.write_text("seeds: 1 2\nall: CONFIG=runs/first/config.env\nbase:\nlow: MATRIX_LR=0.02\n")
     assert re.search(r"^low +2 ", me.do(f"python -m tools sweep {rates}", **STEPS), re.M)
     low = me.do("python -m tools runs runs --sort val_bpb --where MATRIX_LR=0.02")
     assert "low-seed1" in low and "base-seed1" not in low
-    public = "MATRIX_CLIP_SIGMAS=12.85 SEED=42 torchrun --nproc_per_node=8 train_gpt.py"
-    assert "MLP_CLIP_SIGMAS=12.85" in me.do(f"python -m tools translate '{public}'")
     me.do("python train_gpt.py", CONFIG="runs/first/config.env", RUN_ID="two words", **STEPS)
     (again,) = re.findall(r"^again: (.*)", me.do("python -m tools summary 'runs/two words'"), re.M)
     me.do(again)

@@ -26,7 +26,6 @@ VERBS: dict[str, tuple[str, str]] = {
     "export": ("tools.compare.export", "write a run's steps for TensorBoard or wandb"),
     "summary": ("tools.summary", "print the result of a run in ten lines"),
     "timeline": ("tools.trace.timeline", "draw a trace of TRACE_STEPS, lane by lane"),
-    "translate": ("tools.translate", "write a public training command in our settings"),
     "generate": ("tools.generate", "write text after a prompt from a run's artifact"),
     "board": ("tools.pack.board", "write the leaderboard from the folders"),
     "docs": ("tools.docs", "write every generated table of the repository"),

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ancestors import load_ancestors
 from tests.support.runs import SOURCE, STEPS, make_run, make_runs, pack
 from tests.tools.conftest import Tool
-from tools.compare.settings import changed_settings
+from tools.compare.settings import changed_settings, in_our_names
 from tools.runs.folder import Folder
 from tools.runs.script import Config
 from tools.runs.stats import compare, deviation, welch_lower
@@ -228,3 +229,38 @@ def test_a_run_under_way_against_a_public_log(tmp_path: Path, tool: Tool) -> Non
     assert re.search(r"^MODEL_DIM +256 +512$", text, re.MULTILINE)
     for same in ("LEAKY", "LOGFILE", "LQER", "MATRIX_LR"):
         assert same not in text
+
+
+@pytest.mark.parametrize("system", load_ancestors())
+def test_an_ancestor_has_the_settings_of_its_configuration(system: str, repo: Path) -> None:
+    """All that its script reads, by its own names, beside a run of ours."""
+    ancestor = load_ancestors()[system]
+    defaults = Config().as_env()
+    ours = Config.from_env({"CONFIG": str(repo / "configs" / f"{ancestor.config}.env")}).as_env()
+    theirs = {name: value for name, value in {**ancestor.defaults, **ancestor.command}.items() if value}
+    # Of one run and its machine, and 0, which means 2,048 tokens here.
+    expected = set("DATA_PATH TOKENIZER_PATH SEED TRAIN_LOG_EVERY VAL_LOSS_EVERY NCCL_IB_DISABLE".split())
+    expected |= {"PYTHONUNBUFFERED", "EVAL_SEQ_LEN", "ROPE_TRAIN_SEQ_LEN"}
+    known = in_our_names(theirs, defaults).keys()
+    for base, new in ((ours, theirs), (theirs, ours)):
+        changed = {name for name, _, _ in changed_settings(base, new, defaults)}
+        assert changed & known <= expected
+    theirs |= {"MODEL_DIM": "9", "NEW_OPTION": "1"}
+    changed = {name for name, _, _ in changed_settings(ours, theirs, defaults)}
+    assert {"MODEL_DIM", "NEW_OPTION"} <= changed
+
+
+def test_names_of_public_scripts_become_ours() -> None:
+    defaults = Config().as_env()
+    for theirs, ours in (
+        ({"VAL_BATCH_TOKENS": "4096"}, {"VAL_BATCH_SIZE": "4096"}),
+        ({"PARALLEL_RESIDUAL_START": "7"}, {"PARALLEL_START_LAYER": "7", "PARALLEL_MODE": "gptj"}),
+        ({"MATRIX_CLIP_SIGMAS": "12.85", "MLP_CLIP_SIGMAS": "10"},
+         {"MLP_CLIP_SIGMAS": "10", "ATTN_CLIP_SIGMAS": "12.85"}),
+        ({"SLIDING_WINDOW_ENABLED": "0"}, {"EVAL_STRIDE": "0", "TTT_ENABLED": "0"}),
+        ({"SLIDING_WINDOW_ENABLED": "1", "ADAM_EPS": "1e-08", "COMPRESSOR": "brotli"}, {}),
+        ({"ADAM_EPS": "1e-6", "EMBEDDING_DIM": "64", "MODEL_DIM": "64"},
+         {"ADAM_EPS": "1e-6", "MODEL_DIM": "64"}),
+        ({"EMBEDDING_DIM": "64"}, {"EMBEDDING_DIM": "64"}),
+    ):  # fmt: skip
+        assert in_our_names(theirs, defaults) == ours

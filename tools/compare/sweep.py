@@ -34,9 +34,8 @@ from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG, required_object
 from tools.runs.reading import exact_text
 from tools.runs.runs import FINISHED, SUMMARY, settings_of
-from tools.runs.script import Config, ConfigError, similar_setting
+from tools.runs.script import LAUNCHERS, Config, ConfigError, similar_setting
 from tools.runs.stats import deviation, mean, p_text
-from tools.translate import LAUNCHERS
 
 LINE = re.compile(r"([A-Za-z0-9][\w.+-]*):(.*)")
 RESERVED = ("seeds", "all", "start")

@@ -1,4 +1,4 @@
-"""Every name of train_gpt.py that the tools use. Importing this loads torch."""
+"""Every name of train_gpt.py that the tools use, and the names beside its settings. This loads torch."""
 
 from train_gpt import (
     BOS_ID,
@@ -11,7 +11,6 @@ from train_gpt import (
     load_artifact,
     open_shards,
     read_manifest,
-    read_settings,
     read_tokens,
     shipped_code,
     similar_setting,
@@ -20,6 +19,7 @@ from train_gpt import (
 __all__ = [
     "BOS_ID",
     "GPT",
+    "LAUNCHERS",
     "ArtifactError",
     "Config",
     "ConfigError",
@@ -28,8 +28,10 @@ __all__ = [
     "load_artifact",
     "open_shards",
     "read_manifest",
-    "read_settings",
     "read_tokens",
     "shipped_code",
     "similar_setting",
 ]
+
+# Variables of torchrun, torch and its libraries begin like this. A run may need them, and gets them.
+LAUNCHERS = ("NCCL_", "OMP_", "TORCH_", "PYTHON", "CUDA_", "HF_")
