@@ -27,7 +27,6 @@ VERBS: dict[str, tuple[str, str]] = {
     "summary": ("tools.summary", "print the result of a run in ten lines"),
     "timeline": ("tools.trace.timeline", "draw a trace of TRACE_STEPS, lane by lane"),
     "generate": ("tools.generate", "write text after a prompt from a run's artifact"),
-    "board": ("tools.pack.board", "write the leaderboard from the folders"),
     "docs": ("tools.docs", "write every generated table of the repository"),
 }
 MADE_BY_MAKE = REPO / ".venv" / "bin" / "python"

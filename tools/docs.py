@@ -1,7 +1,7 @@
 """`docs`: every generated block of this repository, each between two marks of its file.
 
-docs/running.md has the main settings, docs/technique.md a patch, records/README.md the board.
-benchmarks/RESULTS.md has the records and the figures of the benchmarks.
+docs/running.md has the main settings, docs/technique.md a patch, benchmarks/RESULTS.md
+the records and the figures of the benchmarks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 from tools import RECORDS, REPO
 from tools.markdown import Block, refresh, split_at_marks, table
-from tools.pack import board
 from tools.runs.folder import LOG_NAME, Folder
 from tools.runs.logs import read_log
 from tools.runs.stats import mean_and_deviation
@@ -66,7 +65,6 @@ def all_blocks() -> list[Block]:
         Block(REPO / SETTINGS_PAGE, SETTINGS_BEGIN, SETTINGS_END, settings_table),
         Block(REPO / RESULTS_PAGE, RESULTS_BEGIN, RESULTS_END, lambda: result_table(RECORDS)),
         Block(REPO / TECHNIQUE_PAGE, TECHNIQUE_BEGIN, TECHNIQUE_END, lambda: technique(REPO)),
-        board.block(RECORDS),
         results.block(),
         answers.block(),
     ]
@@ -99,7 +97,7 @@ def settings_table() -> str:
 
 def result_table(records: Path) -> str:
     """All records, track by track; the best first by the score that all of them have."""
-    folders = [Folder(path) for path in board.record_folders(records)]
+    folders = [Folder(path) for path in sorted(records.glob("track_*/*"))]
     folders = [folder for folder in folders if folder.file("submission.json").is_file()]
     folders.sort(key=lambda folder: (folder.track, roundtrip(folder)))
     rows = [result_row(folder) for folder in folders]

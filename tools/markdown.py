@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         cells = ["–" if cell is None else str(cell) for cell in row]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def plain(text: str) -> str:
-    """A text of somebody else as one line of a table that shows it as it is: no mark, link or tag."""
-    line = " ".join(text.split())
-    return re.sub(r"[\\`\[\]<>|&]", lambda mark: f"&#{ord(mark[0])};", line)
 
 
 class Parts(NamedTuple):

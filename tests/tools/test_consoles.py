@@ -91,7 +91,7 @@ def commands(place: Path) -> list[tuple[object, ...]]:
         ("export", place / "größer", "--to", "tensorboard"), ("timeline", run), ("summary", run),
         ("generate", place / "größer.bin", "é"),
         ("sweep", place / "mine.sweep", "--table", "--runs", place / "runs"), ("prove", place / "größer.py"),
-        ("pack", run, "--name", "größer"), ("board", "--records", place), ("docs", "größer"),
+        ("pack", run, "--name", "größer"), ("docs", "größer"),
     ]  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from tests.tools.conftest import Tool
 from tools.__main__ import main
 from tools.check.checks import audit
 from tools.check.findings import Level, Mode
-from tools.pack import board
 from tools.prove.replay import modes_of
 from tools.runs.errors import RecordError
 from tools.runs.folder import Folder
@@ -153,17 +152,3 @@ def test_pack_takes_no_file_from_outside(tmp_path: Path, outside: Path, tool: To
     told = tool("pack", run, "--name", "N", "--records", tmp_path / "records", status=2)
     assert "nats_legal_ttt.bin is a link that leaves the run directory" in told
     assert not [path for path in (tmp_path / "records").rglob("*") if path.is_file()]
-
-
-def test_a_page_of_records_is_read_in_the_encodings_of_editors(tmp_path: Path, tool: Tool) -> None:
-    records = tmp_path / "records"
-    pack(records, [make_run(tmp_path / "run", 1)])
-    page = f"# größer\r\n{board.BEGIN}\r\nold\r\n{board.END}\r\n"
-    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
-        (records / "README.md").write_bytes(page.encode(encoding))
-        tool("board", "--records", records, "--all")
-        written = (records / "README.md").read_bytes().decode("utf-8")
-        assert written.startswith("# größer\n") and "2026-05-01_Test" in written
-    (records / "README.md").write_bytes(b"\xff" + page.encode())
-    assert "is not UTF-8 text" in tool("board", "--records", records, "--all", status=2)
-    assert (records / "README.md").read_bytes().startswith(b"\xff")
