@@ -19,7 +19,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "pack": ("tools.pack.pack", "turn finished runs into a records folder"),
     "check": ("tools.check.check", "audit a records folder, ours or any public one"),
     "prove": ("tools.prove.prove", "run the dynamic proofs of a legal score on a script"),
-    "diff": ("tools.compare.diff", "compare two runs or folders: config, code, metrics, curves"),
+    "diff": ("tools.compare.diff", "compare two runs or folders: settings, code, metrics, losses"),
     "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),
     "sweep": ("tools.compare.sweep", "run settings x seeds from one file, and compare them in pairs"),
     "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),

@@ -86,7 +86,7 @@ def commands(place: Path) -> list[tuple[object, ...]]:
     return [
         ("--help",), *((verb, "--help") for verb in VERBS), ("größer",),
         ("check", record, place / "größer"), ("check", record, "--json"), ("diff", other, run),
-        ("diff", other, run, "--json"), ("diff", other, run, "--html", place / "ü.html"),
+        ("diff", other, run, "--json"),
         ("runs", place / "runs"), ("runs", place / "runs", "--json"), ("plot", run, "--out", place / "ü.svg"),
         ("export", place / "größer", "--to", "tensorboard"), ("timeline", run), ("summary", run),
         ("generate", place / "größer.bin", "é"),
