@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.tools.conftest import Tool
 from tools.compare.settings import changed_settings, in_our_names
 from tools.runs.folder import Folder
 from tools.runs.script import Config
-from tools.runs.stats import compare, deviation, welch_lower
+from tools.runs.stats import compare, deviation, paired_lower, welch_lower
 
 # Seed results of public records, by pull request (bits per byte).
 PUBLISHED = {
@@ -32,7 +33,12 @@ def test_published_p_values_and_margins() -> None:
     for new, base, p in ((1514, 1493, 0.020), (1769, 1736, 0.063), (1855, 1868, 0.355)):
         test = welch_lower(PUBLISHED[new], PUBLISHED[base])
         assert test is not None and round(test.p, 3) == p
-    assert welch_lower([1.0], [1.1, 1.2]) is None and deviation([1.0]) is None  # one seed is no test
+    # One seed is no test, nor are seeds without spread; and a log may hold anything.
+    assert welch_lower([1.0], [1.1, 1.2]) is None and deviation([1.0]) is None
+    assert welch_lower([1.0, 1.0], [1.1, 1.1]) is None and paired_lower([(1.0, 1.5), (2.0, 2.5)]) is None
+    assert math.isnan(deviation([math.inf, 1.0]) or 0.0)
+    paired = paired_lower([(1.0, 1.1), (1.0, 1.2), (1.0, 1.4)])
+    assert paired is not None and (paired.df, round(paired.p, 4)) == (2, 0.059)
     scale = 1.88976776 / 1.11922988  # nats per token of one bit per byte, sp1024
     new, base = ([value * scale for value in PUBLISHED[pull]] for pull in (1019, 549))
     verdict = compare(PUBLISHED[1019], PUBLISHED[549], new, base)
