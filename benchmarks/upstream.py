@@ -38,7 +38,7 @@ from torch import Tensor, nn
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 from data.shards import read_shard  # noqa: E402
-from tools.compare.settings import in_our_names as settings_in_our_names  # noqa: E402
+from tools.runs.settings import in_our_names as settings_in_our_names  # noqa: E402
 from tools.runs.source import read_script  # noqa: E402
 from train_gpt import Config  # noqa: E402
 

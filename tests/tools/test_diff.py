@@ -11,9 +11,9 @@ import pytest
 from tests.support.ancestors import load_ancestors
 from tests.support.runs import SOURCE, STEPS, make_run, make_runs, pack
 from tests.tools.conftest import Tool
-from tools.compare.settings import changed_settings, in_our_names
 from tools.runs.folder import Folder
 from tools.runs.script import Config
+from tools.runs.settings import changed_settings, in_our_names
 from tools.runs.stats import compare, deviation, paired_lower, welch_lower
 
 # Seed results of public records, by pull request (bits per byte).

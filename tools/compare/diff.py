@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tools.compare import curves
-from tools.compare.settings import UNSET, changed_settings
 from tools.runs.derive import mapping, nested, validation_set
 from tools.runs.errors import RecordError
 from tools.runs.folder import number
@@ -21,6 +20,7 @@ from tools.runs.logs import EXACT, STAGES
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P, OFFICIAL
 from tools.runs.runs import Group, Run, load_group, scores
 from tools.runs.script import Config
+from tools.runs.settings import UNSET, changed_settings
 from tools.runs.source import changed_lines, unified
 from tools.runs.stats import Comparison, Welch, compare, mean, mean_and_deviation, p_text
 from tools.runs.writing import print_json

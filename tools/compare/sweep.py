@@ -29,12 +29,12 @@ from pathlib import Path
 from tools import REPO
 from tools.compare import overview
 from tools.compare.diff import columns
-from tools.compare.settings import UNSET, plain_values
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG, required_object
 from tools.runs.reading import exact_text
 from tools.runs.runs import FINISHED, SUMMARY, settings_of
 from tools.runs.script import LAUNCHERS, Config, ConfigError, similar_setting
+from tools.runs.settings import UNSET, plain_values
 from tools.runs.stats import deviation, mean, p_text
 
 LINE = re.compile(r"([A-Za-z0-9][\w.+-]*):(.*)")
