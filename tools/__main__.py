@@ -16,8 +16,8 @@ from tools.runs.errors import RecordError
 from tools.runs.writing import Terminal, printable
 
 VERBS: dict[str, tuple[str, str]] = {
-    "pack": ("tools.pack.pack", "turn finished runs into a records folder"),
-    "check": ("tools.check.check", "audit a records folder, ours or any public one"),
+    "pack": ("tools.submit.pack", "turn finished runs into a records folder"),
+    "check": ("tools.submit.check.check", "audit a records folder, ours or any public one"),
     "prove": ("tools.prove.prove", "run the dynamic proofs of a legal score on a script"),
     "diff": ("tools.compare.diff", "compare two runs or folders: settings, code, metrics, losses"),
     "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),

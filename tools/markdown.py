@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.pack.readme import split_at_marks
-from tools.pack.readme import table as table
 from tools.runs.errors import RecordError
 from tools.runs.reading import exact_text
 from tools.runs.writing import write_text
+from tools.submit.readme import split_at_marks
+from tools.submit.readme import table as table
 
 
 @dataclass(frozen=True)

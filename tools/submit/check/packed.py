@@ -11,9 +11,6 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from data.files import sha256_file
-from tools.check.budget import is_record
-from tools.check.findings import Finding, fail, warn
-from tools.pack import readme
 from tools.runs.derive import (
     Evidence,
     compare_with,
@@ -50,6 +47,9 @@ from tools.runs.folder import (
 from tools.runs.logs import decimals
 from tools.runs.runs import OTHER_CODE, Group, load_group, settings_in, settings_that_differ
 from tools.runs.source import read_script, same_program
+from tools.submit import readme
+from tools.submit.check.budget import is_record
+from tools.submit.check.findings import Finding, fail, warn
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
 STARTS = PER_RUN_SETTINGS | SETTINGS_OF_A_START  # what no shipped script has for a default
