@@ -38,9 +38,9 @@ def bytes_bar(label: str, total_bytes: int, done_bytes: int = 0) -> tqdm:
 
     done_bytes: from an earlier run. They are kept out of the rate.
     """
-    hidden = None if total_bytes else True  # None: where no terminal is
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
     return tqdm(desc=label, total=total_bytes, initial=done_bytes, unit="B", unit_scale=True,
-                dynamic_ncols=True, disable=hidden)
+                dynamic_ncols=True, disable=not (on_terminal and total_bytes))
 
 
 def size(count_bytes: float) -> str:

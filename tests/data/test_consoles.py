@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import struct
 import subprocess
@@ -116,6 +117,8 @@ def test_a_file_name_that_is_not_utf8(made: Path, tmp_path: Path, repo: Path) ->
 def test_progress_is_for_terminals_and_leaves_no_trace_in_a_log(made: Path, repo: Path) -> None:
     verify = ["--verify", "--variant", "x", "--dataset", "caseops", "--out", str(made)]
     assert run(repo, "fineweb.py", "ascii", *verify).stderr == b""
+    closed = shlex.join([sys.executable, str(repo / "data" / "fineweb.py"), *verify]) + " 2>&-"
+    assert subprocess.run(["bash", "-c", closed], stdout=subprocess.DEVNULL).returncode == 0
     terminal, console = os.openpty()
     fcntl.ioctl(console, termios.TIOCSWINSZ, struct.pack("4H", 25, 100, 0, 0))  # rows and columns
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "HF_HUB_OFFLINE": "1"}

@@ -29,7 +29,8 @@ OUR_NAMES = {
     "NEGATIVE_SLOPE": "LEAKY_SLOPE={}",
 }
 # Settings of theirs that are none here, with the values that make their script do what ours always does: a
-# constant, a choice that is made, or an option that has no effect, as nothing reads it. * is any value.
+# constant, a choice that is made, or an option that has no effect, as nothing reads it. * is any value, the
+# name of a setting its value.
 ALWAYS_HERE = """
 ADAM_EPS=1e-8 ROPE_BASE=10000 TIED_EMBED_INIT_STD=0.005 GATE_WINDOW=12 EMBEDDING_DIM=MODEL_DIM EMA_ENABLED=1
 CASEOPS_ENABLED=1 PARALLEL_FINAL_LANE=mean SPARSE_ATTN_GATE_SCALE=0.5 GATED_ATTN_QUANT_GATE=1
@@ -104,9 +105,9 @@ def in_our_names(theirs: Mapping[str, str], defaults: Mapping[str, str]) -> dict
                 ours.setdefault(setting, text.format(value))
             continue
         accepted = always.get(name)
-        accepted = values.get(accepted, accepted) if accepted else None
-        is_always_so = accepted is not None and (accepted == "*" or _canonical(value) == _canonical(accepted))
-        if not is_always_so:
+        if accepted in values:
+            accepted = values[accepted]
+        if accepted is None or (accepted != "*" and _canonical(value) != _canonical(accepted)):
             ours[name] = value
     return ours
 
