@@ -38,7 +38,9 @@ from torch import Tensor, nn
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 from data.shards import read_shard  # noqa: E402
+from tools.runs.settings import in_our_names as settings_in_our_names  # noqa: E402
 from tools.runs.source import read_script  # noqa: E402
+from train_gpt import Config  # noqa: E402
 
 
 class UpstreamError(RuntimeError):
@@ -106,12 +108,11 @@ FIXED_SETTINGS = {
 
 def in_our_names(settings: Mapping[str, str], config: Path) -> dict[str, str]:
     """Settings of a public script as train_gpt.py has them over a config. UpstreamError where it refuses."""
-    from tools.translate import translate
-
-    translated = translate(dict(settings), str(config))
-    for answer, pairs in translated.refused.items():
-        raise UpstreamError(f"{' '.join(pairs)}: {answer}")
-    return translated.settings
+    known = Config.from_env({"CONFIG": str(config)}).as_env()
+    ours = settings_in_our_names(settings, known)
+    for name in sorted(ours.keys() - known.keys()):
+        raise UpstreamError(f"{name}={ours[name]}: no setting here; leave it out")
+    return ours
 
 
 def patched(text: str, name: str) -> str:

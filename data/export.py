@@ -44,6 +44,7 @@ from data.encoding import (
 )
 from data.files import (
     DataError,
+    bytes_bar,
     escape_unprintable,
     exclusive,
     explain_os_error,
@@ -51,9 +52,9 @@ from data.files import (
     is_range,
     read_json,
     sha256_file,
+    size,
     write_bytes,
 )
-from data.progress import Progress, size
 
 OFFICIAL_VAL_DOCUMENTS = 50_000
 OFFICIAL_SHARD_TOKENS = 100_000_000
@@ -409,22 +410,23 @@ class Export:
     def run(self, workers: int) -> None:
         """Encode from the place reached to the end, keeping the journal. Raises DataError."""
         source = self.plan.encoding.source
-        progress = Progress("export", self.expected_bytes(), self.done_bytes())
+        bar = bytes_bar("export", self.expected_bytes(), self.done_bytes())
         chunks = source.chunks(self.next["file"], self.next["offset"], self.next["document"])
         results = encoded_chunks(self.plan.encoding, chunks, workers)
         try:
             for count, (chunk, encoded) in enumerate(results, 1):
                 self.add(chunk, encoded)
                 self.require_bytes()
-                progress.total_bytes = self.expected_bytes()
-                progress.update(self.done_bytes(), self.note())
+                bar.total = self.expected_bytes()
+                bar.set_postfix_str(self.note(), refresh=False)
+                bar.update(self.done_bytes() - bar.n)
                 if self.done():
                     break
                 if count % CHUNKS_PER_JOURNAL == 0:
                     self.write_journal()
         finally:
             results.close()
-            progress.close(self.note())
+            bar.close()
 
     def note(self) -> str:
         """Progress in shards, which is what --max-train-shards limits."""

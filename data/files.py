@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tqdm import tqdm
+
 HASH_BLOCK_BYTES = 1 << 20
 
 
@@ -29,6 +31,21 @@ def escape_unprintable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a closed one is None
             stream.reconfigure(errors="backslashreplace")
+
+
+def bytes_bar(label: str, total_bytes: int, done_bytes: int = 0) -> tqdm:
+    """Progress over bytes with rate and time left, on a terminal alone: a log file gets none of it.
+
+    done_bytes: from an earlier run. They are kept out of the rate.
+    """
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return tqdm(desc=label, total=total_bytes, initial=done_bytes, unit="B", unit_scale=True,
+                dynamic_ncols=True, disable=not (on_terminal and total_bytes))
+
+
+def size(count_bytes: float) -> str:
+    """Bytes in the decimal unit that reads best."""
+    return tqdm.format_sizeof(count_bytes, "B")
 
 
 DISK_ERRORS = {

@@ -38,6 +38,7 @@ from data.contents import content_problems
 from data.files import (
     DISK_ERRORS,
     DataError,
+    bytes_bar,
     escape_unprintable,
     exclusive,
     explain_os_error,
@@ -45,9 +46,9 @@ from data.files import (
     is_string,
     read_json,
     sha256_file,
+    size,
     write_bytes,
 )
-from data.progress import Progress, size
 from data.shards import ByteTable
 
 DEFAULT_TRAIN_SHARDS = 80  # as the records use: 8 billion tokens
@@ -400,15 +401,13 @@ def split_finished(files: list[RemoteFile],
     """Files that are here and right, and files to fetch; a file without a receipt is hashed."""
     present = [file for file in files if file.local.is_file()]
     unknown = [file for file in present if not (receipts and receipts.holds(file))]
-    progress = Progress("checking", sum(file.size_bytes for file in unknown))
     wrong = []
-    for file in unknown:
-        if problem := file.check(file.local):
-            print(f"{file.local}: {problem}; it will be fetched", file=sys.stderr)
-            wrong.append(file)
-        progress.add(file.size_bytes)
-    if unknown:
-        progress.close()
+    with bytes_bar("checking", sum(file.size_bytes for file in unknown)) as bar:
+        for file in unknown:
+            if problem := file.check(file.local):
+                bar.write(f"{file.local}: {problem}; it will be fetched", file=sys.stderr)
+                wrong.append(file)
+            bar.update(file.size_bytes)
     finished = [file for file in present if file not in wrong]
     return finished, [file for file in files if file not in finished]
 
@@ -453,7 +452,7 @@ def fetch_all(hub: Hub, files: list[RemoteFile], request: Request, receipts: Rec
     stagings = {request.staging(file) for file in files}
     for staging in stagings:
         remove_abandoned(staging)
-    progress = Progress("download", sum(file.size_bytes for file in files))
+    bar = bytes_bar("download", sum(file.size_bytes for file in files))
 
     def job(file: RemoteFile) -> int:
         hub.fetch(file, request.staging(file))
@@ -470,9 +469,10 @@ def fetch_all(hub: Hub, files: list[RemoteFile], request: Request, receipts: Rec
             done_bytes += sum(future.result() for future in done)
             done_files += len(done)
             arrived_bytes = done_bytes + sum(map(folder_bytes, stagings))
-            progress.update(min(arrived_bytes, progress.total_bytes), f"{done_files} of {len(files)} files")
-        progress.close(f"{done_files} of {len(files)} files")
+            bar.set_postfix_str(f"{done_files} of {len(files)} files", refresh=False)
+            bar.update(min(arrived_bytes, bar.total) - bar.n)
     finally:
+        bar.close()
         pool.shutdown(wait=sys.exc_info()[0] is not KeyboardInterrupt, cancel_futures=True)
 
 
@@ -643,9 +643,8 @@ def verify(request: Request) -> None:
     """Re-read a dataset against its manifest, offline. Raises DataError with a list of faults."""
     directory = request.directory()
     stored = shards.read_manifest(directory)
-    progress = Progress("verify", sum(entry["bytes"] for entry in stored["files"].values()))
-    problems = shards.verify_dataset(directory, progress.add)
-    progress.close()
+    with bytes_bar("verify", sum(entry["bytes"] for entry in stored["files"].values())) as bar:
+        problems = shards.verify_dataset(directory, bar.update)
     if not problems:
         problems = content_problems(directory, stored)
         if problems:

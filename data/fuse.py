@@ -17,7 +17,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,15 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data import caseops, shards
-from data.files import DataError, escape_unprintable, exclusive, read_json, sha256_file, write_bytes
-from data.progress import Progress
+from data.files import (
+    DataError,
+    bytes_bar,
+    escape_unprintable,
+    exclusive,
+    read_json,
+    sha256_file,
+    write_bytes,
+)
 
 SUFFIX = "_fused"
 LOCK_NAME = ".fuse.lock"
@@ -101,8 +108,13 @@ def pairs_of(manifest: Mapping[str, Any]) -> Pairs:
 # ======================================================================================================
 
 
-def fuse_dataset(source: Path, out: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Write the dataset `out` from `source`, or its missing part; returns its manifest. DataError."""
+def fuse_dataset(
+    source: Path, out: Path, on_bytes: Callable[[int], object] | None = None
+) -> dict[str, Any]:
+    """Write the dataset `out` from `source`, or its missing part; returns its manifest. DataError.
+
+    on_bytes gets the size of each shard that is done.
+    """
     manifest = shards.read_manifest(source)
     pairs = choose_pairs(source, manifest)
     origin = {"name": manifest.get("name", source.name),
@@ -123,8 +135,8 @@ def fuse_dataset(source: Path, out: Path, progress: Progress | None = None) -> d
             fuse_files(source, out, {made: manifest["files"][made] for made in names}, pairs)
         for made in names:
             files[made] = shards.file_entry(out / made, entry["split"], tuple(entry["documents"]))
-        if progress is not None:
-            progress.add(entry["bytes"])
+        if on_bytes is not None:
+            on_bytes(entry["bytes"])
     tokenizer_path = shards.tokenizer_path(source, manifest)
     new = {**manifest, "name": out.name, "files": dict(sorted(files.items())), "fused_from": origin}
     from_out = Path(os.path.relpath(tokenizer_path, out)).as_posix()
@@ -182,10 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
         before = shards.read_manifest(source)["files"]
         shards_bytes = sum(entry["bytes"] for name, entry in before.items() if "_val_bytes_" not in name)
         out.mkdir(parents=True, exist_ok=True)
-        with exclusive(out / LOCK_NAME):
-            progress = Progress("fuse", shards_bytes)
-            after = fuse_dataset(source, out, progress)["files"]
-            progress.close()
+        with exclusive(out / LOCK_NAME), bytes_bar("fuse", shards_bytes) as bar:
+            after = fuse_dataset(source, out, bar.update)["files"]
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

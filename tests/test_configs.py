@@ -7,10 +7,8 @@ import pytest
 
 import train_gpt
 from data.fineweb import VARIANTS
-from tests.support.public_commands import load_public_commands
+from tests.support.ancestors import load_ancestors
 from tests.support.resolved_configs import pinned_configs, resolved_configs
-from tests.tools.test_translate import SYSTEMS
-from tools.translate import same
 from train_gpt import Config, TrainingSettings
 
 CONFIGS = sorted(path.name for path in (Path(__file__).parents[1] / "configs").glob("*.env"))
@@ -51,26 +49,42 @@ def test_a_configuration_names_only_what_differs_from_the_defaults(name: str, re
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 
-@pytest.mark.parametrize(("name", "system"), [
-    ("upstream_baseline", "baseline"), ("pr549", "549"), ("pr591", "591"), ("pr785", "785"),
-    ("pr1493", "1493"), ("pr1493", "1532"),
-])  # fmt: skip
-def test_an_ancestor_has_the_values_of_its_script(name: str, system: str, repo: Path) -> None:
+@pytest.mark.parametrize("system", load_ancestors())
+def test_an_ancestor_has_the_values_of_its_script(system: str, repo: Path) -> None:
     """The script's defaults and what its command sets; what it does not read is not compared."""
-    theirs = dict(SYSTEMS[system])
-    for command in load_public_commands():
-        if str(command.pull_request) == system:
-            theirs.update(command.settings)
-    # Not of the system: where its data lie, its random numbers; and 2,048 tokens are what 0 means here.
-    for own in ("RUN_ID", "SEED", "DATA_PATH", "TOKENIZER_PATH", "EVAL_SEQ_LEN", "ROPE_TRAIN_SEQ_LEN"):
+    ancestor = load_ancestors()[system]
+    theirs = {**ancestor.defaults, **ancestor.command}
+    # Of one run: its data, its random numbers, its log. And 2,048 tokens are what 0 means here.
+    for own in ("RUN_ID", "SEED", "DATA_PATH", "TOKENIZER_PATH", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY",
+                "EVAL_SEQ_LEN", "ROPE_TRAIN_SEQ_LEN"):  # fmt: skip
         theirs.pop(own, None)
     # Constants of ours are compared, too: they are values of these scripts.
-    config = Config.from_env({"CONFIG": str(repo / "configs" / f"{name}.env")})
+    config = Config.from_env({"CONFIG": str(repo / "configs" / f"{ancestor.config}.env")})
     constants = "ROPE_BASE TIED_EMBED_INIT_STD ADAM_EPS TTT_MOMENTUM TTT_GRAD_CLIP".split()
     ours = {**config.as_env(), **{key: str(getattr(config, key.lower())) for key in constants}}
-    compared = [key for key, value in theirs.items() if key in ours and value is not None]
+    compared = {key: value for key, value in theirs.items() if key in ours and value is not None}
     assert len(compared) > 30
-    assert {key: ours[key] for key in compared if not same(ours[key], theirs[key])} == {}
+    unequal = {key: (ours[key], value) for key, value in compared.items() if not same(ours[key], value)}
+    assert unequal == {}, "(ours, theirs)"
+
+
+@pytest.mark.parametrize("system", load_ancestors())
+def test_the_command_of_an_ancestor_over_its_configuration_changes_nothing(system: str, repo: Path) -> None:
+    """But for what names this one run: its data, its random numbers, its log."""
+    ancestor = load_ancestors()[system]
+    path = str(repo / "configs" / f"{ancestor.config}.env")
+    plain = Config.from_env({"CONFIG": path}).as_env()
+    given = Config.from_env({"CONFIG": path, **ancestor.command}).as_env()
+    changed = {name for name, value in given.items() if value != plain[name]}
+    assert changed <= {"DATA_PATH", "TOKENIZER_PATH", "RUN_ID", "SEED", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
+
+
+def same(ours: str, theirs: str) -> bool:
+    """Whether two texts are the same value: equal numbers, or equal letters."""
+    try:
+        return float(ours) == float(theirs)
+    except ValueError:
+        return ours.lower() == theirs.lower()
 
 
 def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: str) -> None:

@@ -16,19 +16,17 @@ from tools.runs.errors import RecordError
 from tools.runs.writing import Terminal, printable
 
 VERBS: dict[str, tuple[str, str]] = {
-    "pack": ("tools.pack.pack", "turn finished runs into a records folder"),
-    "check": ("tools.check.check", "audit a records folder, ours or any public one"),
+    "pack": ("tools.submit.pack", "turn finished runs into a records folder"),
+    "check": ("tools.submit.check.check", "audit a records folder, ours or any public one"),
     "prove": ("tools.prove.prove", "run the dynamic proofs of a legal score on a script"),
-    "diff": ("tools.compare.diff", "compare two runs or folders: config, code, metrics, curves"),
+    "diff": ("tools.compare.diff", "compare two runs or folders: settings, code, metrics, losses"),
     "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),
     "sweep": ("tools.compare.sweep", "run settings x seeds from one file, and compare them in pairs"),
     "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
     "export": ("tools.compare.export", "write a run's steps for TensorBoard or wandb"),
     "summary": ("tools.summary", "print the result of a run in ten lines"),
     "timeline": ("tools.trace.timeline", "draw a trace of TRACE_STEPS, lane by lane"),
-    "translate": ("tools.translate", "write a public training command in our settings"),
     "generate": ("tools.generate", "write text after a prompt from a run's artifact"),
-    "board": ("tools.pack.board", "write the leaderboard from the folders"),
 }
 MADE_BY_MAKE = REPO / ".venv" / "bin" / "python"
 EXIT_USAGE = 2  # argparse's own status for a bad command line; used for bad inputs too

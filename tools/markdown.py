@@ -1,51 +1,16 @@
-"""Markdown that tools write: tables, and text between two marks of a file, which nobody edits by hand."""
+"""Text between two marks of a file, which nobody edits by hand."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from tools.runs.errors import RecordError
 from tools.runs.reading import exact_text
 from tools.runs.writing import write_text
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table; None is shown as a dash."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    for row in rows:
-        cells = ["–" if cell is None else str(cell) for cell in row]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def plain(text: str) -> str:
-    """A text of somebody else as one line of a table that shows it as it is: no mark, link or tag."""
-    line = " ".join(text.split())
-    return re.sub(r"[\\`\[\]<>|&]", lambda mark: f"&#{ord(mark[0])};", line)
-
-
-class Parts(NamedTuple):
-    """A text cut at two marks; the three joined are the text."""
-
-    before: str  # up to the begin mark, which is its end
-    between: str
-    after: str  # from the end mark on
-
-
-def split_at_marks(text: str, begin: str, end: str) -> Parts | None:
-    """The text cut at the first begin mark and the first end mark behind it; None where one is missing."""
-    begin_at = text.find(begin)
-    if begin_at < 0:
-        return None
-    start = begin_at + len(begin)
-    stop = text.find(end, start)
-    if stop < 0:
-        return None
-    return Parts(text[:start], text[start:stop], text[stop:])
+from tools.submit.readme import split_at_marks
+from tools.submit.readme import table as table
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
 """A console that cannot print a character gets it escaped: no tool of data/ ends for it, or drops a line."""
 
+import fcntl
 import json
 import os
+import shlex
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -71,7 +75,7 @@ def test_documents_of_any_letters_are_exported(encoding: str, made: Path, tmp_pa
     assert done.returncode == 1 and seen(STRANGE, encoding) in done.stderr
 
 
-TOOLS = ["export.py", "fineweb.py", "fuse.py", "sample.py", "cached_challenge_fineweb.py"]
+TOOLS = ["export.py", "fineweb.py", "fuse.py", "sample.py"]
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -81,7 +85,6 @@ def test_errors_and_help_are_printed(tool: str, tmp_path: Path, repo: Path) -> N
         "export.py": ["--docs", missing, "--name", "x", "--train-tokenizer", "300", "--out", missing],
         "fineweb.py": ["--verify", "--variant", "x", "--out", missing], "fuse.py": [missing],
         "sample.py": ["--check", "--out", missing],
-        "cached_challenge_fineweb.py": ["--verify", "--variant", "x", "--out", missing],
     }  # fmt: skip
     done = run(repo, tool, "ascii", *arguments[tool])
     assert done.returncode == 1 and seen(STRANGE, "ascii") in done.stderr
@@ -109,3 +112,19 @@ def test_a_file_name_that_is_not_utf8(made: Path, tmp_path: Path, repo: Path) ->
         assert run(repo, "export.py", "utf-8", *command).returncode == 0
     manifest = json.loads((tmp_path / "datasets" / "set" / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["source"] == docs.name
+
+
+def test_progress_is_for_terminals_and_leaves_no_trace_in_a_log(made: Path, repo: Path) -> None:
+    verify = ["--verify", "--variant", "x", "--dataset", "caseops", "--out", str(made)]
+    assert run(repo, "fineweb.py", "ascii", *verify).stderr == b""
+    closed = shlex.join([sys.executable, str(repo / "data" / "fineweb.py"), *verify]) + " 2>&-"
+    assert subprocess.run(["bash", "-c", closed], stdout=subprocess.DEVNULL).returncode == 0
+    terminal, console = os.openpty()
+    fcntl.ioctl(console, termios.TIOCSWINSZ, struct.pack("4H", 25, 100, 0, 0))  # rows and columns
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(repo / "data" / "fineweb.py"), *verify]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=console, env=environment)
+    os.close(console)
+    shown = os.read(terminal, 1 << 16)
+    os.close(terminal)
+    assert done.returncode == 0 and b"verify: 100%" in shown and shown.isascii()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import sentencepiece as spm
 
-from data import cached_challenge_fineweb, fineweb, official, shards
+from data import fineweb, official, shards
 from tests.support import hub_server, tiny
 from tests.support.waiting import DEADLINE_SECONDS
 
@@ -50,14 +50,6 @@ def files(dataset: Path) -> dict[str, bytes]:
     model = dataset / "tokenizer.model"
     content["datasets/tokenizers/fineweb_1024_bpe.model"] = model.read_bytes()
     return content
-
-
-def test_the_challenge_s_own_command_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fineweb, "main", " ".join)
-    pasted = ["--variant", "sp8192", "--train-shards", "128", "--skip-manifest"]
-    assert cached_challenge_fineweb.main(pasted, {}) == "--variant sp8192 --train-shards 128"
-    of_another = cached_challenge_fineweb.main(pasted, {"MATCHED_FINEWEB_REPO_ID": "a/b"})
-    assert of_another == "--variant sp8192 --train-shards 128 --repo a/b"
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def source(made: Path, tmp_path: Path) -> Path:
 
 
 def assert_one_sentence(said: str, path: Path) -> None:
-    lines = [line for line in said.splitlines() if not line.startswith("export ")]
+    lines = said.splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"error: {path}: "), said
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import train_gpt
 from tests.support.before import before
 from tests.support.waiting import DEADLINE_SECONDS
-from tools.check.findings import Level, Mode
 from tools.prove import probes, tiny
+from tools.submit.check.findings import Level, Mode
 from train_gpt import (
     BOS_ID,
     GPT,

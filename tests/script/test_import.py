@@ -15,7 +15,7 @@ import train_gpt
 UNREGISTERED = """
 import importlib.util, os, sys, threading
 before = dict(os.environ)
-# A script alone looks for misspelt settings alone: the names of other scripts are in a file that it lacks.
+# Variables of other programs are ignored; a misspelled setting is named.
 MISSPELT = "warning: SEEDS=1: not a setting; did you mean SEED?"
 settings = dict(pair.split("=") for pair in sys.argv[3:])
 for path in sys.argv[1:3]:

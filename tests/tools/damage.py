@@ -25,12 +25,12 @@ from typing import Any
 from tqdm import tqdm
 
 from tests.support.dialects import DIALECT_A, DIALECT_B
-from tools.check.apart import Auditor, Report
-from tools.check.check import render
-from tools.check.checks import UNFINISHED
-from tools.check.findings import Mode
 from tools.runs.folder import FORMAT
 from tools.runs.writing import printable
+from tools.submit.check.apart import Auditor, Report
+from tools.submit.check.check import render
+from tools.submit.check.checks import UNFINISHED
+from tools.submit.check.findings import Mode
 
 BYTES_MAX = 500_000_000
 LARGE_BYTES = 200_000_000  # of a log that is far too long

@@ -20,15 +20,15 @@ from tests.tools import damage
 from tests.tools.conftest import Tool
 from tests.tools.damage import public_folder, shell
 from tools.__main__ import main
-from tools.check import checks, execute
-from tools.check.apart import Auditor
-from tools.check.checks import audit
-from tools.check.findings import Finding, Level, Mode
-from tools.pack import readme
 from tools.runs.derive import compare_with
 from tools.runs.folder import Folder
 from tools.runs.runs import load_group
 from tools.runs.source import UNWRAPPED_BYTES_MAX, read_script
+from tools.submit import readme
+from tools.submit.check import checks, execute
+from tools.submit.check.apart import Auditor
+from tools.submit.check.checks import audit
+from tools.submit.check.findings import Finding, Level, Mode
 
 
 @pytest.fixture(scope="module")

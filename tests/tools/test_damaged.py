@@ -13,12 +13,11 @@ from tests.support.processes import Ended
 from tests.support.runs import make_run, pack
 from tests.tools.conftest import Tool
 from tools.__main__ import main
-from tools.check.checks import audit
-from tools.check.findings import Level, Mode
-from tools.pack import board
 from tools.prove.replay import modes_of
 from tools.runs.errors import RecordError
 from tools.runs.folder import Folder
+from tools.submit.check.checks import audit
+from tools.submit.check.findings import Level, Mode
 
 FORMS: dict[str, bytes | None] = {  # None: a folder stands in the place of the file
     "empty": b"", "a list": b"[]", "null": b"null", "a number": b"1", "a text": b'"x"', "true": b"true",
@@ -123,14 +122,11 @@ def test_no_verb_writes_through_a_link_of_a_run(
     tmp_path: Path, outside: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "theirs", 1)
-    base = make_run(tmp_path / "base", 2)
     folder = tmp_path / "my folder"
     folder.mkdir()
-    for name in ("plot.png", "diff_base.html"):
-        (run / name).symlink_to(outside)
+    (run / "plot.png").symlink_to(outside)
     tool("plot", run)
-    tool("diff", base, run, "--html")
-    assert not (run / "plot.png").is_symlink() and not (run / "diff_base.html").is_symlink()
+    assert not (run / "plot.png").is_symlink()
     written: list[str] = []
     package = types.SimpleNamespace(SummaryWriter=written.append, init=lambda **named: written.append("w"))
     for name in ("wandb", "torch.utils.tensorboard"):
@@ -153,17 +149,3 @@ def test_pack_takes_no_file_from_outside(tmp_path: Path, outside: Path, tool: To
     told = tool("pack", run, "--name", "N", "--records", tmp_path / "records", status=2)
     assert "nats_legal_ttt.bin is a link that leaves the run directory" in told
     assert not [path for path in (tmp_path / "records").rglob("*") if path.is_file()]
-
-
-def test_a_page_of_records_is_read_in_the_encodings_of_editors(tmp_path: Path, tool: Tool) -> None:
-    records = tmp_path / "records"
-    pack(records, [make_run(tmp_path / "run", 1)])
-    page = f"# größer\r\n{board.BEGIN}\r\nold\r\n{board.END}\r\n"
-    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
-        (records / "README.md").write_bytes(page.encode(encoding))
-        tool("board", "--records", records, "--all")
-        written = (records / "README.md").read_bytes().decode("utf-8")
-        assert written.startswith("# größer\n") and "2026-05-01_Test" in written
-    (records / "README.md").write_bytes(b"\xff" + page.encode())
-    assert "is not UTF-8 text" in tool("board", "--records", records, "--all", status=2)
-    assert (records / "README.md").read_bytes().startswith(b"\xff")

@@ -1,18 +1,20 @@
-"""Welch tests against published values; settings, code and curves; the page in a real browser."""
+"""Welch tests against published values; settings, code and losses of two runs, and of public logs."""
 
 import functools
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.support.ancestors import load_ancestors
 from tests.support.runs import SOURCE, STEPS, make_run, make_runs, pack
 from tests.tools.conftest import Tool
-from tools.compare.settings import changed_settings
 from tools.runs.folder import Folder
 from tools.runs.script import Config
-from tools.runs.stats import compare, deviation, welch_lower
+from tools.runs.settings import changed_settings, in_our_names
+from tools.runs.stats import compare, deviation, paired_lower, welch_lower
 
 # Seed results of public records, by pull request (bits per byte).
 PUBLISHED = {
@@ -31,7 +33,12 @@ def test_published_p_values_and_margins() -> None:
     for new, base, p in ((1514, 1493, 0.020), (1769, 1736, 0.063), (1855, 1868, 0.355)):
         test = welch_lower(PUBLISHED[new], PUBLISHED[base])
         assert test is not None and round(test.p, 3) == p
-    assert welch_lower([1.0], [1.1, 1.2]) is None and deviation([1.0]) is None  # one seed is no test
+    # One seed is no test, nor are seeds without spread; and a log may hold anything.
+    assert welch_lower([1.0], [1.1, 1.2]) is None and deviation([1.0]) is None
+    assert welch_lower([1.0, 1.0], [1.1, 1.1]) is None and paired_lower([(1.0, 1.5), (2.0, 2.5)]) is None
+    assert math.isnan(deviation([math.inf, 1.0]) or 0.0)
+    paired = paired_lower([(1.0, 1.1), (1.0, 1.2), (1.0, 1.4)])
+    assert paired is not None and (paired.df, round(paired.p, 4)) == (2, 0.059)
     scale = 1.88976776 / 1.11922988  # nats per token of one bit per byte, sp1024
     new, base = ([value * scale for value in PUBLISHED[pull]] for pull in (1019, 549))
     verdict = compare(PUBLISHED[1019], PUBLISHED[549], new, base)
@@ -57,10 +64,9 @@ def test_what_others_wrote_reaches_nothing_outside_and_does_not_steer(tmp_path: 
     (runs[0] / "config.env").write_text("MATRIX_LR=\x1b[2J0.5\n")
     summary = json.loads((runs[0] / "summary.json").read_text())
     (runs[0] / "summary.json").write_text(json.dumps({**summary, "phases": {"train": "long", "eval": [1]}}))
-    page = tmp_path / "page.html"
     for new in (runs[1], packed):
-        shown = tool("diff", runs[0], new) + tool("diff", runs[0], new, "--html", page)
-        assert "secret" not in shown + page.read_text() and "\x1b" not in shown
+        shown = tool("diff", runs[0], new)
+        assert "secret" not in shown and "\x1b" not in shown
     assert "\\x1b[2J0.5" in shown or "MATRIX_LR" not in shown
     shown = tool("plot", *runs, "--out", tmp_path / "plot.png") + tool("runs", *runs)
     assert "secret" not in shown
@@ -86,6 +92,7 @@ def test_text_and_json_name_what_differs(told: Tool) -> None:
     assert "+LEARNING_RATE = 0.03" in text and "code: +1 -1 lines" in text
     assert "gain +0.0" in text and "no test" in text
     assert re.search(r"^20 +3\.2000 +3\.1500 +-0\.0500$", text, re.MULTILINE)
+    assert re.search(r"^train +[\d.]+ .*[\d.]+", text, re.MULTILINE)  # seconds of a phase
     value = json.loads(told("--json"))
     assert value["settings"] == [{"name": "MATRIX_LR", "base": "0.02", "new": "0.03"}]
     assert value["comparison"]["gain_bpb"] > 0 and value["code"]["lines_added"] == 1
@@ -132,18 +139,6 @@ def test_unlike_conditions_are_named(two: tuple[Path, Path], told: Tool) -> None
     for part in ("dtype torch.float32 against torch.float38", "threads 2 against 8", "world_size 1 against"):
         assert part in line
     assert "device" not in line and json.loads(told("--json"))["unlike_conditions"] == line
-
-
-def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Path, told: Tool) -> None:
-    page = tmp_path / "diff.html"
-    told("--html", page)
-    html = page.read_text()
-    assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\((?!#)|<script", html)
-    assert "&lt;b&gt;&amp;" in html and "<b>&" not in html
-    assert html.count("<svg") == 7
-    base, new = two
-    told("--html")  # without a name, into the new run
-    assert "<svg" in (new / f"diff_{base.name}.html").read_text()
 
 
 def test_the_comparison_opens_with_its_verdict(tmp_path: Path, tool: Tool) -> None:
@@ -228,3 +223,38 @@ def test_a_run_under_way_against_a_public_log(tmp_path: Path, tool: Tool) -> Non
     assert re.search(r"^MODEL_DIM +256 +512$", text, re.MULTILINE)
     for same in ("LEAKY", "LOGFILE", "LQER", "MATRIX_LR"):
         assert same not in text
+
+
+@pytest.mark.parametrize("system", load_ancestors())
+def test_an_ancestor_has_the_settings_of_its_configuration(system: str, repo: Path) -> None:
+    """All that its script reads, by its own names, beside a run of ours."""
+    ancestor = load_ancestors()[system]
+    defaults = Config().as_env()
+    ours = Config.from_env({"CONFIG": str(repo / "configs" / f"{ancestor.config}.env")}).as_env()
+    theirs = {name: value for name, value in {**ancestor.defaults, **ancestor.command}.items() if value}
+    # Of one run and its machine, and 0, which means 2,048 tokens here.
+    expected = set("DATA_PATH TOKENIZER_PATH SEED TRAIN_LOG_EVERY VAL_LOSS_EVERY NCCL_IB_DISABLE".split())
+    expected |= {"PYTHONUNBUFFERED", "EVAL_SEQ_LEN", "ROPE_TRAIN_SEQ_LEN"}
+    known = in_our_names(theirs, defaults).keys()
+    for base, new in ((ours, theirs), (theirs, ours)):
+        changed = {name for name, _, _ in changed_settings(base, new, defaults)}
+        assert changed & known <= expected
+    theirs |= {"MODEL_DIM": "9", "NEW_OPTION": "1"}
+    changed = {name for name, _, _ in changed_settings(ours, theirs, defaults)}
+    assert {"MODEL_DIM", "NEW_OPTION"} <= changed
+
+
+def test_names_of_public_scripts_become_ours() -> None:
+    defaults = Config().as_env()
+    for theirs, ours in (
+        ({"VAL_BATCH_TOKENS": "4096"}, {"VAL_BATCH_SIZE": "4096"}),
+        ({"PARALLEL_RESIDUAL_START": "7"}, {"PARALLEL_START_LAYER": "7", "PARALLEL_MODE": "gptj"}),
+        ({"MATRIX_CLIP_SIGMAS": "12.85", "MLP_CLIP_SIGMAS": "10"},
+         {"MLP_CLIP_SIGMAS": "10", "ATTN_CLIP_SIGMAS": "12.85"}),
+        ({"SLIDING_WINDOW_ENABLED": "0"}, {"EVAL_STRIDE": "0", "TTT_ENABLED": "0"}),
+        ({"SLIDING_WINDOW_ENABLED": "1", "ADAM_EPS": "1e-08", "COMPRESSOR": "brotli"}, {}),
+        ({"ADAM_EPS": "1e-6", "EMBEDDING_DIM": "64", "MODEL_DIM": "64"},
+         {"ADAM_EPS": "1e-6", "MODEL_DIM": "64"}),
+        ({"EMBEDDING_DIM": "64"}, {"EMBEDDING_DIM": "64"}),
+    ):  # fmt: skip
+        assert in_our_names(theirs, defaults) == ours

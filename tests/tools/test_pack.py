@@ -20,11 +20,11 @@ from tests.support.processes import SHORT_END, Lab, results
 from tests.support.runs import CONFIG, SOURCE, TEXT_BYTES, make_run, make_runs, pack, wrap
 from tests.tools.conftest import Tool
 from tools.__main__ import main
-from tools.check.checks import audit
-from tools.check.packed import check_config
-from tools.pack import readme
 from tools.runs.folder import Folder
 from tools.runs.source import read_script, same_program
+from tools.submit import readme
+from tools.submit.check.checks import audit
+from tools.submit.check.packed import check_config
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Curves, the causes of slow steps, the figure, and the board."""
+"""Curves, the causes of slow steps, and the figure."""
 
 import json
 import math
@@ -15,7 +15,6 @@ from tests.tools.conftest import Tool
 from tools.__main__ import main
 from tools.compare import plot
 from tools.compare.curves import Sample, shard_crossings, smoothed, step_times, train_loss, validation_bpb
-from tools.pack import board
 from tools.runs.runs import load_group
 
 
@@ -94,33 +93,6 @@ def test_a_figure_goes_into_its_run_never_a_record(tmp_path: Path, monkeypatch: 
         assert main(["plot", *map(str, arguments)]) == 0
         assert written.exists()
     assert sorted(record.iterdir()) == files
-
-
-def test_board_sorts_and_goes_stale(repo: Path, tmp_path: Path, tool: Tool) -> None:
-    """Fails when a folder was added or changed without `python -m tools board`."""
-    tool("board", "--check", "--records", repo / "records")
-    records = tmp_path / "records"
-    worse = pack(records, make_runs(tmp_path / "a", 1), name="Worse")
-    better = pack(records, make_runs(tmp_path / "b", 1, gain=0.1), name="Better")
-    (records / "README.md").write_text(f"before\n{board.BEGIN}\n{board.END}\nafter\n")
-    arguments = ["board", "--records", records]
-    tool(*arguments, "--check", status=1)
-    tool(*arguments)
-    tool(*arguments, "--check")
-    text = (records / "README.md").read_text()
-    assert text.index(better.name) < text.index(worse.name)
-    assert text.startswith("before\n") and text.endswith("after\n")
-    submission = (better / "submission.json").read_text()
-    (better / "submission.json").write_text(submission.replace('"author": "A"', '"author": "B"'))
-    tool(*arguments, "--check", status=1)
-    hostile = {"author": f"a\n{board.END}<b>|[x](javascript:y)", "val_bpb_std": "1", "bytes_total": "2"}
-    (better / "submission.json").write_text(json.dumps({**json.loads(submission), **hostile}))
-    for _ in range(2):  # the marks stand as they were
-        tool(*arguments)
-    text = (records / "README.md").read_text()
-    assert text.count(board.END) == 1 and "<b>" not in text and "](javascript" not in text
-    (records / "README.md").write_text("nothing\n")
-    assert "lacks the marks" in tool(*arguments, status=2)
 
 
 @pytest.mark.parametrize("missing", [None, r"^step:\d+/\d+ val_loss.*\n", r" train_time:.*$"])

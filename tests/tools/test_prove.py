@@ -20,7 +20,6 @@ import train_gpt
 from tests.support.processes import ROUNDED, Lab
 from tests.tools.conftest import SHIPPED_CODE, Tool
 from tools.__main__ import main
-from tools.check.findings import Finding, Level, Mode
 from tools.prove import (
     casing,
     elsewhere,
@@ -40,6 +39,7 @@ from tools.prove import (
 )
 from tools.prove.mutants import sleeping, survivors, trial
 from tools.prove.mutants.legal import LEGAL_OF_DOCUMENTS
+from tools.submit.check.findings import Finding, Level, Mode
 
 SCRIPT = Path(train_gpt.__file__)
 # A few for each probe, the quick ones; `prove --self-test` tries all of them.

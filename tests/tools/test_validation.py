@@ -8,11 +8,11 @@ import pytest
 
 from tests.support.runs import TEXT_BYTES, TOKENS, make_run, pack
 from tests.tools.conftest import Tool
-from tools.check import validation
-from tools.check.checks import audit
-from tools.check.findings import Level, Mode
 from tools.runs.folder import Folder
 from tools.runs.logs import parse_log
+from tools.submit.check import validation
+from tools.submit.check.checks import audit
+from tools.submit.check.findings import Level, Mode
 
 H100S = {"hardware": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8, "world_size": 8}}
 TEN_MINUTES = {"MAX_WALLCLOCK_SECONDS": "600.0", "ARTIFACT_BYTES_MAX": "16000000"}

@@ -72,12 +72,6 @@ def smoothed(samples: Sequence[Sample]) -> list[Sample]:
     return found
 
 
-def second_half(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points from the middle of the last one's place on: losses fall steeply before and hardly after."""
-    middle = max((x for x, _ in points), default=0.0) / 2
-    return [(x, y) for x, y in points if x >= middle]
-
-
 def batch_tokens(run: Run) -> int | None:
     """Tokens of one optimizer step, as the log prints it."""
     located = run.log.settings.get("train_batch_tokens")

@@ -1,6 +1,7 @@
-"""`diff BASE NEW`: settings, code, metrics with Welch tests, curves; runs and folders alike.
+"""`diff BASE NEW`: settings, code, metrics with Welch tests, losses; runs and folders alike.
 
 It names what else makes two runs hard to compare: dtype, device, threads, torch, number of ranks.
+`plot BASE NEW` draws the curves of both.
 """
 
 from __future__ import annotations
@@ -11,20 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.compare import curves, page, svg
-from tools.compare.codediff import changed_lines, unified
-from tools.compare.settings import UNSET, changed_settings
+from tools.compare import curves
 from tools.runs.derive import mapping, nested, validation_set
 from tools.runs.errors import RecordError
 from tools.runs.folder import number
 from tools.runs.logs import EXACT, STAGES
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P, OFFICIAL
-from tools.runs.runs import Group, Run, load_group, output_path, scores
+from tools.runs.runs import Group, Run, load_group, scores
 from tools.runs.script import Config
+from tools.runs.settings import UNSET, changed_settings
+from tools.runs.source import changed_lines, unified
 from tools.runs.stats import Comparison, Welch, compare, mean, mean_and_deviation, p_text
-from tools.runs.writing import print_json, write_text
+from tools.runs.writing import print_json
 
-BESIDE_NEW = Path()  # `--html` without a name
 CURVE_ROWS = 12  # steps at which the text compares losses
 
 
@@ -50,29 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "new", type=Path, metavar="NEW", help="run directory, records folder or log that should be better"
     )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        nargs="?",
-        const=BESIDE_NEW,
-        metavar="OUT",
-        help="write one self-contained page with plots (default: diff_BASE.html in the run directory NEW)",
-    )
     parser.add_argument("--no-code", action="store_true", help="count changed lines instead of showing them")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     found = difference(load_group(args.base), load_group(args.new))
-    out = args.html
-    if out == BESIDE_NEW:
-        out = output_path(args.new, f"diff_{args.base.resolve().name}.html")
-    if out is not None:
-        write_text(out, html(found))
     if args.json:
         print_json(as_json(found))
-    elif out is not None:
-        print(f"{out}: {sentence(found)}")
     else:
         print(text(found, show_code=not args.no_code))
     return 0
@@ -421,6 +406,7 @@ def text(found: Difference, show_code: bool) -> str:
         "\n".join(verdict_lines(found)),
         columns(STAGE_HEADER, stage_rows(found)),
         columns(["metric", "base", "new", "change"], metric_rows(found)),
+        columns(["phase", "base s", "new s"], phase_rows(found)),
         columns(["setting", "base", "new"], [list(row) for row in found.settings]) or "settings: equal",
         columns(["step", "loss base", "loss new", "change"], loss_rows(found)),
         f"code: +{plus} -{minus} lines" + ("\n" + found.code if show_code and found.code else ""),
@@ -456,30 +442,6 @@ def as_json(found: Difference) -> dict[str, Any]:
     }
 
 
-def html(found: Difference) -> str:
-    """The page: verdict, metrics, curves, settings, code."""
-    plus, minus = changed_lines(found.code)
-    code = f"<p>+{plus} −{minus} lines</p>"
-    if found.code:
-        code += f"<details><summary>show</summary>{page.code_diff(found.code)}</details>"
-    settings = page.table(["setting", "base", "new"], [list(row) for row in found.settings], prose=True)
-    phases = page.table(["phase", "base s", "new s"], phase_rows(found))
-    about = [about_validation(found.base, found.new), unlike_conditions(found.base, found.new)]
-    verdict = [sentence(found), *filter(None, about), *verdict_lines(found)]
-    return page.page(
-        f"{found.new.name} against {found.base.name}",
-        [
-            ("Verdict", page.paragraphs(verdict)),
-            ("Stages", page.table(list(STAGE_HEADER), stage_rows(found))),
-            ("Metrics", page.table(["metric", "base", "new", "change"], metric_rows(found))),
-            ("Curves", charts(found)),
-            ("Phases", phases),
-            ("Settings", settings or "<p>equal</p>"),
-            ("Code", code),
-        ],
-    )
-
-
 def phase_rows(found: Difference) -> list[list[str]]:
     """Mean seconds of each phase that our summaries recorded."""
     base = [mapping(run.summary, "phases") for run in found.base.runs]
@@ -493,46 +455,3 @@ def phase_rows(found: Difference) -> list[list[str]]:
         new_seconds = [seconds for phases in new if (seconds := number(phases.get(name))) is not None]
         rows.append([name, _spread(base_seconds, ".2f"), _spread(new_seconds, ".2f")])
     return rows
-
-
-def charts(found: Difference) -> str:
-    """Loss against steps, tokens and seconds, bits per byte and step times of both sides."""
-    figures = []
-    for axis in curves.AXES:
-        title = f"Training loss by {axis}"
-        figures.append(_chart(found, title, axis, "nats per token", _smooth_loss))
-    title = "Training loss, second half"
-    figures.append(_chart(found, title, "steps", "nats per token", _smooth_loss, curves.second_half))
-    figures.append(_chart(found, "Validation", "steps", "bits per byte", curves.validation_bpb))
-    figures.append(_chart(found, "Validation by seconds", "seconds", "bits per byte", curves.validation_bpb))
-    lines = []
-    for kind, group in (("base", found.base), ("new", found.new)):
-        for run in group.runs:
-            lines.append(svg.Line(kind, [(float(time.step), time.ms) for time in curves.step_times(run)]))
-    figures.append(svg.chart("Step time", "steps", "ms per step", lines))
-    drawn = "".join(figures)
-    legend = page.legend({"base": found.base.name, "new": found.new.name})
-    return f'{legend}<div class="charts">{drawn}</div>' if drawn else ""
-
-
-def _smooth_loss(run: Run) -> list[curves.Sample]:
-    return curves.smoothed(curves.train_loss(run))
-
-
-Points = list[tuple[float, float]]
-
-
-def _chart(
-    found: Difference,
-    title: str,
-    axis: str,
-    unit: str,
-    series: Callable[[Run], list[curves.Sample]],
-    part: Callable[[Points], Points] = list,
-) -> str:
-    """One series of every run; `part` takes the points that are drawn out of all."""
-    lines = []
-    for kind, group in (("base", found.base), ("new", found.new)):
-        for run in group.runs:
-            lines.append(svg.Line(kind, part(curves.points(series(run), axis))))
-    return svg.chart(title, axis, unit, lines)

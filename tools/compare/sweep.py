@@ -33,9 +33,9 @@ from tools.compare.diff import columns
 from tools.compare.driver import directory_of, run_once, scores_of, version_of
 from tools.compare.paired import paired
 from tools.compare.rows import Row, Sweep, read_sweep
-from tools.compare.settings import UNSET
 from tools.runs.logs import STAGES
 from tools.runs.runs import LOG
+from tools.runs.settings import UNSET
 from tools.runs.stats import p_text
 
 Scores = dict[str, dict[str, float]]  # of a row: by stage, then by seed

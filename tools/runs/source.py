@@ -1,4 +1,4 @@
-"""Scripts in a folder: unwrap without executing, and the facts that the syntax tree gives.
+"""Scripts in a folder: unwrap without executing, the facts that the syntax tree gives, and diffs.
 
 A script may come from anybody, so all of this is bounded: in the bytes that are read, in what a payload may
 expand to, in how often one may be wrapped, and in the length that is parsed. What cannot be parsed is still
@@ -11,6 +11,7 @@ import ast
 import base64
 import bz2
 import contextlib
+import difflib
 import fnmatch
 import hashlib
 import importlib
@@ -848,3 +849,22 @@ def argument_defaults(script: Script, option: str) -> list[Call]:
             if keyword.arg == "default" and isinstance(keyword.value, ast.Constant):
                 found.append(Call(option, str(keyword.value.value), node.lineno))
     return found
+
+
+def unified(base: Script, new: Script, base_name: str, new_name: str) -> str:
+    """Unified diff of the readable sources; empty when they are equal."""
+    lines = difflib.unified_diff(
+        base.text.splitlines(keepends=True),
+        new.text.splitlines(keepends=True),
+        f"{base_name}/{base.path.name}",
+        f"{new_name}/{new.path.name}",
+    )
+    return "".join(
+        line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines
+    )
+
+
+def changed_lines(diff: str) -> tuple[int, int]:
+    """Lines added and removed by a unified diff."""
+    body = [line for line in diff.splitlines() if not line.startswith(("+++", "---"))]
+    return sum(line.startswith("+") for line in body), sum(line.startswith("-") for line in body)

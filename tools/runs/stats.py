@@ -1,16 +1,17 @@
-"""Means, deviations and the one-sided Welch test between seed groups."""
+"""The comparison of two groups of seeds at the challenge's standards; the tests themselves are scipy's.
+
+The figures may come from anybody's log: NaN and infinity pass through, and statistics.stdev raises at them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean as mean
+from typing import Any
 
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P
-
-
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def deviation(values: Sequence[float]) -> float | None:
@@ -35,6 +36,11 @@ class Welch:
     df: float
     p: float
 
+    @classmethod
+    def of(cls, result: Any) -> Welch:
+        """From what scipy returns."""
+        return cls(float(result.statistic), float(result.df), float(result.pvalue))
+
 
 def welch_lower(new: Sequence[float], base: Sequence[float], margin: float = 0.0) -> Welch | None:
     """Test mean(new) < mean(base) - margin with unequal variances; None with fewer than two values a side.
@@ -47,20 +53,18 @@ def welch_lower(new: Sequence[float], base: Sequence[float], margin: float = 0.0
         return None  # no spread at all: the test is undefined
     from scipy import stats  # half a second to import, needed by two verbs only
 
-    result = stats.ttest_ind(new, [value - margin for value in base], equal_var=False, alternative="less")
-    return Welch(float(result.statistic), float(result.df), float(result.pvalue))
+    shifted = [value - margin for value in base]
+    return Welch.of(stats.ttest_ind(new, shifted, equal_var=False, alternative="less"))
 
 
 def paired_lower(pairs: Sequence[tuple[float, float]]) -> Welch | None:
     """The paired t-test that the first of each pair is lower; None with fewer than two pairs or no spread."""
     differences = [new - base for new, base in pairs]
-    spread = deviation(differences)
-    if not spread:
+    if not deviation(differences):
         return None
     from scipy import stats
 
-    result = stats.ttest_1samp(differences, 0.0, alternative="less")
-    return Welch(float(result.statistic), float(len(pairs) - 1), float(result.pvalue))
+    return Welch.of(stats.ttest_1samp(differences, 0.0, alternative="less"))
 
 
 def p_text(p: float) -> str:

@@ -11,10 +11,6 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from data.files import sha256_file
-from tools.check.budget import is_record
-from tools.check.findings import Finding, fail, warn
-from tools.markdown import split_at_marks
-from tools.pack import readme
 from tools.runs.derive import (
     Evidence,
     compare_with,
@@ -51,6 +47,9 @@ from tools.runs.folder import (
 from tools.runs.logs import decimals
 from tools.runs.runs import OTHER_CODE, Group, load_group, settings_in, settings_that_differ
 from tools.runs.source import read_script, same_program
+from tools.submit import readme
+from tools.submit.check.budget import is_record
+from tools.submit.check.findings import Finding, fail, warn
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
 STARTS = PER_RUN_SETTINGS | SETTINGS_OF_A_START  # what no shipped script has for a default
@@ -360,13 +359,13 @@ def _check_readme(
     folder: Folder, expected: dict[str, Any], summaries: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[Finding]:
     text = folder.text(README)
-    parts = split_at_marks(text, readme.BEGIN, readme.END)
+    parts = readme.split_at_marks(text, readme.BEGIN, readme.END)
     if parts is None:
         yield fail("A4", "README.md has lost the marks of its generated part", README, REMEDY)
         return
     baked = folder.script is not None and folder.script.shipped_settings is not None
     wanted = readme.render(expected, summaries, source_link(folder.readable), baked)
-    wanted_parts = split_at_marks(wanted, readme.BEGIN, readme.END)
+    wanted_parts = readme.split_at_marks(wanted, readme.BEGIN, readme.END)
     assert wanted_parts is not None
     first_line = parts.before.count("\n") + 1
     lines = zip_longest(parts.between.splitlines(), wanted_parts.between.splitlines(), fillvalue="")

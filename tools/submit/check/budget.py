@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs.folder import SUBMISSION, Folder, SeedRun
 from tools.runs.hardware import GPU_MODEL, compact
 from tools.runs.logs import EXACT, Point
@@ -21,6 +20,7 @@ from tools.runs.rules import (
     TRAIN_SECONDS_MAX,
     is_record_gpu,
 )
+from tools.submit.check.findings import Finding, contested, fail, info, warn
 
 HARDWARE_FIELDS = ("hardware", "gpu", "gpus", "platform")
 HARDWARE_CHARACTERS_MAX = 200

@@ -22,9 +22,6 @@ from tqdm import tqdm
 from data import caseops, shards
 from data.files import DataError, sha256_file, write_bytes
 from tools import RECORDS, REPO
-from tools.compare.codediff import unified
-from tools.compare.settings import changed_settings
-from tools.pack import readme
 from tools.runs.derive import (
     Evidence,
     compare_with,
@@ -87,9 +84,11 @@ from tools.runs.runs import (
     load_group,
     settings_that_differ,
 )
-from tools.runs.source import decoded, parses, read_script, same_program, unwrap
+from tools.runs.settings import changed_settings
+from tools.runs.source import decoded, parses, read_script, same_program, unified, unwrap
 from tools.runs.techniques import attribution
 from tools.runs.writing import json_text, print_json, write_text
+from tools.submit import readme
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
 TRACK = re.compile(r"track_[A-Za-z0-9_]+")

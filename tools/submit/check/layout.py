@@ -7,11 +7,11 @@ import math
 import re
 from collections.abc import Iterator
 
-from tools.check.budget import is_record
-from tools.check.claims import CODE_FIELDS, TOTAL_FIELDS
-from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs.folder import DEPTH_MAX, FILES_MAX, README, SCRIPT, SUBMISSION, Folder, number
 from tools.runs.rules import RECORD_TEXT, TOKENIZER_TOLERANCE, TOKENIZERS, bytes_per_token
+from tools.submit.check.budget import is_record
+from tools.submit.check.claims import CODE_FIELDS, TOTAL_FIELDS
+from tools.submit.check.findings import Finding, contested, fail, info, warn
 
 FOLDER_NAME = re.compile(r"^\d{4}-\d\d-\d\d_[A-Za-z0-9._+-]+$")
 TRACK_NAME = re.compile(r"^track_\w+$")

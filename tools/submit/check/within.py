@@ -6,9 +6,9 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from tools.check.findings import Finding, fail, warn
 from tools.runs.folder import Folder, SeedRun
 from tools.runs.logs import EXACT, STAGES, Final, Told, decimals
+from tools.submit.check.findings import Finding, fail, warn
 
 REMEDY = "ship the log as the script wrote it"
 QUANTIZED_GAIN = 0.005  # relative: by so much no quantized model of the public logs beats its own weights

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from tools.check.budget import is_record
-from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs import source
 from tools.runs.folder import Folder, SeedRun
 from tools.runs.logs import EXACT, Final, Point, decimals
@@ -27,6 +25,8 @@ from tools.runs.rules import (
     bytes_per_token,
 )
 from tools.runs.stats import deviation, mean
+from tools.submit.check.budget import is_record
+from tools.submit.check.findings import Finding, contested, fail, info, warn
 
 DECIMALS_MIN = 4  # printed decimals of val_bpb below which nothing is decided
 DATASET_SETTINGS = ("train_dataset", "datasets_dir", "data_path")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from data import sample
 from data.fineweb import REMOTE_ROOT, VARIANTS
-from tools.markdown import table
 from tools.runs.derive import mapping, nested
 from tools.runs.folder import FORMAT, PER_RUN_SETTINGS, PROOF, number
 from tools.runs.logs import EXACT, STAGES
@@ -369,3 +368,32 @@ def _change(verdict: Mapping[str, Any]) -> str:
     if not verdict["settings"]:
         return ""
     return "\n\n" + table(["setting", "there", "here"], verdict["settings"])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table; None is shown as a dash."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for row in rows:
+        cells = ["–" if cell is None else str(cell) for cell in row]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+class Parts(NamedTuple):
+    """A text cut at two marks; the three joined are the text."""
+
+    before: str  # up to the begin mark, which is its end
+    between: str
+    after: str  # from the end mark on
+
+
+def split_at_marks(text: str, begin: str, end: str) -> Parts | None:
+    """The text cut at the first begin mark and the first end mark behind it; None where one is missing."""
+    begin_at = text.find(begin)
+    if begin_at < 0:
+        return None
+    start = begin_at + len(begin)
+    stop = text.find(end, start)
+    if stop < 0:
+        return None
+    return Parts(text[:start], text[start:stop], text[stop:])

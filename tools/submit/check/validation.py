@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from data.official import official_table
-from tools.check.budget import is_record
-from tools.check.findings import Finding, fail, warn
 from tools.runs.derive import audited_bytes, is_limited, nested, validation_set
 from tools.runs.folder import MANIFEST, SUMMARY_NAME, Folder, SeedRun
 from tools.runs.rules import OFFICIAL, OWN
+from tools.submit.check.budget import is_record
+from tools.submit.check.findings import Finding, fail, warn
 
 DATA_REMEDY = "get the data again, check them with data/fineweb.py --verify, and run again"
 LOG_REMEDY = "ship the log as the script wrote it"

@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.check.findings import Finding, fail, info, warn
 from tools.runs.folder import Folder
+from tools.submit.check.findings import Finding, fail, info, warn
 
 SECONDS_MAX = 120
 OUTPUT_BYTES_MAX = 64 * 2**20  # of a file that the script writes

@@ -7,11 +7,11 @@ import re
 import sys
 from collections.abc import Iterator
 
-from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs import source
 from tools.runs.folder import ASIDE_BYTES_MAX, PICTURE_SUFFIXES, README, REQUIREMENTS, Folder
 from tools.runs.logs import COUNT
 from tools.runs.rules import VALIDATION_DOCUMENTS
+from tools.submit.check.findings import Finding, contested, fail, info, warn
 
 OPTIONAL_MODULES = {
     "flash_attn_interface",

@@ -16,10 +16,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from tools.check.checks import UNFINISHED, UNFINISHED_REMEDY, audit
-from tools.check.findings import Finding, fail
 from tools.runs.errors import RecordError
 from tools.runs.folder import Folder
+from tools.submit.check.checks import UNFINISHED, UNFINISHED_REMEDY, audit
+from tools.submit.check.findings import Finding, fail
 
 CPU_SECONDS_MAX = 5  # for one folder, counted in whole seconds; the largest public one takes 0.3 s
 WALL_SECONDS_MAX = 60.0

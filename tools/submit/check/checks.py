@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from tools.check import budget, claims, code, layout, packed, score, seeds, validation, within
-from tools.check.findings import Finding, fail
 from tools.runs.folder import Folder
+from tools.submit.check import budget, claims, code, layout, packed, score, seeds, validation, within
+from tools.submit.check.findings import Finding, fail
 
 Check = Callable[[Folder], Iterator[Finding]]
 UNFINISHED = "A0"  # the finding that a check could not be finished
@@ -47,7 +47,7 @@ def _findings_of(check: Check, folder: Folder) -> list[Finding]:
         for finding in itertools.islice(check(folder), FINDINGS_MAX):
             found.append(finding)
     except Exception as error:  # whatever the folder holds that nobody thought of
-        what = f"{check.__module__.removeprefix('tools.check.')}.{check.__name__}"
+        what = f"{check.__module__.removeprefix('tools.submit.check.')}.{check.__name__}"
         reason = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]
         found.append(
             fail(UNFINISHED, f"{what} could not be finished: {reason}", folder.name, UNFINISHED_REMEDY)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tools.check.budget import shipped_code_bytes
-from tools.check.findings import Finding, fail, info, warn
 from tools.runs.folder import Folder, SeedRun, number
 from tools.runs.logs import ByteCount, Final, RunLog, decimals
 from tools.runs.stats import deviation, mean
+from tools.submit.check.budget import shipped_code_bytes
+from tools.submit.check.findings import Finding, fail, info, warn
 
 SCORE_FIELDS = {"val_bpb": "bpb", "val_loss": "loss"}
 DECLARED_TOLERANCE = 1e-4  # the last digit that every log prints; fewer declared digits excuse nothing more

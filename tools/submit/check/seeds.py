@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.check.findings import Finding, fail, info, warn
 from tools.runs.folder import Folder, SeedRun
 from tools.runs.logs import LOG_BYTES_MAX, RunLog
 from tools.runs.source import Script, same_program
+from tools.submit.check.findings import Finding, fail, info, warn
 
 PER_SEED_SETTINGS = {"seed", "run_id", "pid", "rank", "local_rank", "logfile", "artifact_dir"}
 COPIED_POINTS_MIN = 8

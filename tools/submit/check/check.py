@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tools.check.apart import Auditor
-from tools.check.execute import check_starts
-from tools.check.findings import Finding, Level, Mode
 from tools.runs.folder import Folder
 from tools.runs.writing import print_json, printable
+from tools.submit.check.apart import Auditor
+from tools.submit.check.execute import check_starts
+from tools.submit.check.findings import Finding, Level, Mode
 
 EXIT_UNUSABLE = 2  # a path that is no folder; the others are audited all the same
 
