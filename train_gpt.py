@@ -554,58 +554,63 @@ def fits_setting(name: str, text: str) -> bool:
     return True
 
 
-def public_answers(environ: Mapping[str, str], foreign_names: str = "") -> list[str]:
-    """Lines for the log about variables of other scripts. ConfigError if one would train something else.
+# Switches of the scripts that this one reproduces, which are not settings here: the values that ask for what
+# happens anyway ("*": all values), and what does happen. Other values would train or score something else.
+ANCESTOR_SWITCHES: dict[str, tuple[str, str]] = {
+    "CASEOPS_ENABLED": ("1", "DATA_PATH and TOKENIZER_PATH choose the data; for plain text use "
+                        "CONFIG=configs/sp8192.env"),
+    "EMA_ENABLED": ("1", "EMA_DECAY=0 turns the average of the weights off"),
+    "SWA_ENABLED": ("*", "no effect, as in PR #549, which never used that average"),
+    "LATE_QAT": ("*", "no effect, as in PR #549, where it reached no matrix"),
+    "MTP_NUM_HEADS": ("0", "there are no extra heads; those of PR #549 were in no optimizer"),
+    "LAWA_ENABLED": ("0", "there is no average of snapshots; EMA_DECAY averages the weights"),
+    "DTG_ENABLED": ("0", "there is no gate around a whole block"),
+    "ETLB_ENABLED": ("0", "evaluation trains no bias of the logits"),
+    "SLIDING_WINDOW_ENABLED": ("1", "EVAL_STRIDE sets the sliding window; 0 turns it off"),
+    "LQER_ENABLED": ("0", "there is no low-rank correction of rounding errors"),
+    "AWQ_LITE_ENABLED": ("0", "all columns of a matrix have the same bits"),
+    "NGRAM_TILT_ENABLED": ("0", "evaluation mixes in no n-grams"),
+    "PHASED_TTT_ENABLED": ("0", "adapters of each document learn, and nothing between documents"),
+    "TTT_WARM_START_A": ("0", "the adapters of every document start from the same numbers"),
+    "GATED_ATTN_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only gate of attention"),
+    "ATTN_OUT_GATE_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only gate of attention"),
+    "FUSED_CE_ENABLED": ("*", "no effect on results: torch.compile fuses the loss"),
+    "COMPRESSOR": ("*", "no effect: the built-in range coder writes the codes"),
+}  # fmt: skip
 
-    configs/public_names.json has the answers to the names of public scripts. Any other name that resembles a
-    setting, with a value that this setting could have, is taken for a misspelled setting and refused. If the
-    value does not fit, or the name has fewer than six letters, it may be anybody's: it gives a warning.
+
+def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") -> list[str]:
+    """Lines for the log about variables that are not settings. ConfigError if one would change the result.
+
+    A name that resembles a setting is taken for a misspelled one, and ends the run if that setting could have
+    its value. If it could not, or the name has fewer than six letters, it may be anybody's: a warning.
     foreign_names: FOREIGN_NAMES, which the user says belong to other programs.
     """
-    path = find_path("configs/public_names.json")
-    public = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"names": [], "commands": {}}
     known = Config().as_env()
-    rows = {}
-    for row in public["names"]:
-        for name in row["names"].split():
-            # A former name may be a setting of a fork.
-            if name not in known or "of_ours" in row:
-                rows[name] = row
-    values = {**known, **read_settings(environ)}
-
-    # A public command without its configuration would train a mixture of its model and the default.
-    given = {name: value for name, value in environ.items() if name in known or name in rows}
-    shared = {config: len(given.items() & command.items()) for config, command in public["commands"].items()}
-    nearest = max(shared, key=shared.__getitem__, default="")
-    if nearest and shared[nearest] >= max(5, len(given) / 2) and not environ.get("CONFIG"):
-        raise ConfigError(f"this command is of another model than the default; put CONFIG={nearest} before "
-                          "it to run that model, or CONFIG=none to run the default with these settings")
-
+    foreign = set(re.findall(r"\w+", foreign_names))
     lines = []
     refused = []
-    foreign = set(re.findall(r"\w+", foreign_names))
     for name in sorted(foreign & known.keys()):
         lines.append(f"warning: FOREIGN_NAMES: {name} is a setting of this script, and counts")
     for name, value in sorted(environ.items()):
-        if name in foreign:
+        if name in known or name in foreign:
             continue
         # What a variable holds may be anything, and a line of the log must stay one.
         value = value if value.isprintable() and len(value) <= 200 else ascii(value)[:200]
-        row = rows.get(f"{name}={value}") or rows.get(name)
-        near = "" if row or name in known else similar_setting(name)
-        if near and value and not fits_setting(near, value):
-            lines.append(f"warning: {name}={value}: not a setting, ignored; did you mean {near}?")
+        if name in ANCESTOR_SWITCHES:
+            accepted, answer = ANCESTOR_SWITCHES[name]
+            if value in ("", accepted) or accepted == "*":
+                lines.append(f"note: {name}={value}: {answer}")
+            else:
+                refused.append(f"{name}={value}: not a setting of this script: {answer}")
             continue
-        if near:
-            row = {"answer": f"not a setting; did you mean {near}?", "harmless": ""}
-        if not row:
+        near = similar_setting(name)
+        if not near:
             continue
-        line = f"{name}={value}: {row['answer']}"
-        # The name of a setting stands for its value.
-        accepted = [values.get(word, word) for word in row["harmless"].split()]
-        if value in ("", *accepted) or "*" in accepted:
+        line = f"{name}={value}: not a setting; did you mean {near}?"
+        if not value:
             lines.append(f"note: {line}")
-        elif len(name) < 6:
+        elif len(name) < 6 or not fits_setting(near, value):
             lines.append(f"warning: {line}")
         else:
             refused.append(line)
@@ -5365,7 +5370,7 @@ def main() -> int:
                               "are variables of the environment: SEED=42 python train_gpt.py")  # fmt: skip
         environ = with_config_of_run(os.environ)
         config = Config.from_env(environ)
-        answers = public_answers(environ, config.foreign_names)
+        answers = notes_on_environment(environ, config.foreign_names)
         run = Run(this_machine(config, environ))
         for name in ENDING_SIGNALS:
             number: Any = getattr(signal, name, None)  # Windows has only the first two

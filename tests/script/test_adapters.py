@@ -336,7 +336,7 @@ def test_chunks_and_sizes_follow_from_settings_alone() -> None:
 
 
 def test_short_documents_learn_in_larger_batches_of_no_more_tokens() -> None:
-    """As many as a micro-batch has tokens for, at least its rows, and no more than the memory of 96 adapters."""
+    """As many as a micro-batch has tokens for, its rows at least, and 96 at most for the adapters' memory."""
     lab = subject(TTT_BATCH_SIZE=0, EVAL_SEQ_LEN=16, TRAIN_SEQ_LEN=16, MICRO_BATCH_TOKENS=320)
     lengths = [200] * 30 + [9] * 30 + [2] * 300
     tokens = np.full(sum(lengths) + 1, 3, np.uint16)

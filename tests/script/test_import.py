@@ -27,7 +27,7 @@ for path in sys.argv[1:3]:
     assert dict(os.environ) == before and threading.active_count() == 1
     assert not module.dist.is_initialized() and not module.torch.cuda.is_initialized()
     assert "sentencepiece" not in sys.modules
-    assert module.public_answers({"LQER_RANK": "4", "SEEDS": "1"}) == [MISSPELT]
+    assert module.notes_on_environment({"SEEDS": "1"}) == [MISSPELT]
     model = module.build_model(module.Config.from_env(settings))
     ids = module.torch.ones(2, 16, dtype=module.torch.int64)
     loss = model.loss(ids, ids)

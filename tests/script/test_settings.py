@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import Config, ConfigError, public_answers
+from train_gpt import Config, ConfigError, notes_on_environment
 
 FIELDS = {field.name.upper(): field for field in dataclasses.fields(Config)}
 
@@ -126,10 +126,10 @@ def test_near_names_are_refused_and_those_of_systems_left_alone() -> None:
         for wrong in (name[:-1], name + name[-1], name[0] + name, name[:-2] + name[-1] + name[-2]):
             if len(wrong) >= 6 and wrong not in FIELDS:
                 with pytest.raises(ConfigError, match=wrong):
-                    public_answers({wrong: a_value(field)})
+                    notes_on_environment({wrong: a_value(field)})
     environ = dict.fromkeys(LEFT_ALONE.split(), "1")
     assert Config.from_env(environ) == Config()
-    assert public_answers(environ) == []
+    assert notes_on_environment(environ) == []
 
 
 @pytest.mark.parametrize("pair", [
@@ -139,7 +139,7 @@ def test_near_names_are_refused_and_those_of_systems_left_alone() -> None:
 def test_a_near_name_with_a_value_that_does_not_fit_is_anybodys(pair: str) -> None:
     name, _, value = pair.partition("=")
     assert train_gpt.similar_setting(name)
-    (line,) = public_answers({name: value})
+    (line,) = notes_on_environment({name: value})
     assert line.startswith(f"warning: {pair}: ")
 
 
@@ -147,14 +147,14 @@ def test_a_near_name_with_a_value_that_does_not_fit_is_anybodys(pair: str) -> No
 def test_a_foreign_name_has_two_ways_out(pair: str, tmp_path: Path) -> None:
     name, _, value = pair.partition("=")
     with pytest.raises(ConfigError, match=r"unset .*FOREIGN_NAMES") as error:
-        public_answers({name: value})
+        notes_on_environment({name: value})
     assert f"{pair}: " in str(error.value)
     config = Config.from_env({name: value, "FOREIGN_NAMES": f"OTHER,{name}"})
     assert config == Config(foreign_names=f"OTHER,{name}")
-    assert public_answers({name: value}, config.foreign_names) == []
+    assert notes_on_environment({name: value}, config.foreign_names) == []
     # It speaks for these names alone, and never for a setting.
     with pytest.raises(ConfigError, match=r"MUON_W=0.2: .*did you mean MUON_WD"):
-        public_answers({name: value, "MUON_W": "0.2"}, config.foreign_names)
+        notes_on_environment({name: value, "MUON_W": "0.2"}, config.foreign_names)
     assert Config.from_env({"SEED": "5", "FOREIGN_NAMES": "SEED"}).seed == 5
     # In a file of settings an unknown name stays an error: nobody else writes there.
     path = tmp_path / "foreign.env"
@@ -169,14 +169,14 @@ def test_names_of_others_are_not_a_part_of_the_record(tmp_path: Path) -> None:
     wrapped = train_gpt.shipped_code(b"x = 1\n")
     foreign = Config.from_env({"FOREIGN_NAMES": "RUN_DIR, MODEL_DIR"})
     assert train_gpt.with_settings(wrapped, foreign) == train_gpt.with_settings(wrapped, plain)
-    assert public_answers({"RUN_DIR": "/x", "MODEL_DIR": "8"}, foreign.foreign_names) == []
-    (line,) = public_answers({"SEED": "5"}, "SEED")
+    assert notes_on_environment({"RUN_DIR": "/x", "MODEL_DIR": "8"}, foreign.foreign_names) == []
+    (line,) = notes_on_environment({"SEED": "5"}, "SEED")
     assert line.startswith("warning: FOREIGN_NAMES: SEED is a setting")
 
 
 def test_what_a_foreign_variable_holds_stays_one_line() -> None:
     for value in ("/m\nvalidation: official (sp1024)", "\x1b[31mred", "x" * 10_000):
-        (line,) = public_answers({"MODEL_DIR": value})
+        (line,) = notes_on_environment({"MODEL_DIR": value})
         assert line.isprintable() and len(line) < 400
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tools.compare import overview
 from tools.compare.rows import SET_BY_THE_DRIVER, Row
-from tools.compare.settings import plain_values
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG, required_object
 from tools.runs.runs import FINISHED, SUMMARY, settings_of
+from tools.runs.settings import plain_values
 
 ARTIFACT = "model.bin"
 CHECKPOINT = "checkpoint.pt"

@@ -2,12 +2,12 @@
 
 import pytest
 
-from train_gpt import ConfigError, public_answers
+from train_gpt import ANCESTOR_SWITCHES, Config, ConfigError, notes_on_environment
 
 
 def refusal(given: dict[str, str]) -> str:
     with pytest.raises(ConfigError) as error:
-        public_answers(given)
+        notes_on_environment(given)
     return str(error.value)
 
 
@@ -26,7 +26,7 @@ OF_SETTINGS = ["PARALLEL_START_LAYER=8", "WARMDOWN_ITERS=-1", "RESUME=x", "MATRI
 @pytest.mark.parametrize("pair", [*OF_OTHERS, *OF_SETTINGS])
 def test_there_is_nothing_to_say_about_settings_and_other_short_names(pair: str) -> None:
     name, _, value = pair.partition("=")
-    assert public_answers({name: value}) == []
+    assert notes_on_environment({name: value}) == []
 
 
 @pytest.mark.parametrize(("pair", "meant"), [
@@ -35,5 +35,18 @@ def test_there_is_nothing_to_say_about_settings_and_other_short_names(pair: str)
 ])  # fmt: skip
 def test_a_name_of_five_letters_may_be_anybodys_and_is_a_warning(pair: str, meant: str) -> None:
     name, _, value = pair.partition("=")
-    (line,) = public_answers({name: value})
+    (line,) = notes_on_environment({name: value})
     assert line.startswith(f"warning: {pair}: ") and meant in line
+
+
+def test_a_switch_of_an_ancestor_is_a_note_or_ends_the_run() -> None:
+    """Never silently ignored: the log says what happens instead, or the run ends before it starts."""
+    for name, (accepted, answer) in ANCESTOR_SWITCHES.items():
+        assert notes_on_environment({name: ""}) == [f"note: {name}=: {answer}"]
+        if accepted == "*":
+            assert notes_on_environment({name: "0.7"}) == [f"note: {name}=0.7: {answer}"]
+        else:
+            assert notes_on_environment({name: accepted}) == [f"note: {name}={accepted}: {answer}"]
+            assert f"{name}=7: not a setting of this script: {answer}" in refusal({name: "7"})
+            assert notes_on_environment({name: "7"}, name) == []
+    assert not ANCESTOR_SWITCHES.keys() & Config().as_env().keys()
