@@ -99,7 +99,7 @@ def scores_by_stage(row: Row, seeds: list[str], folder: Path) -> Scores:
 
 def table_of(head: str, rows: Mapping[str, Mapping[str, float]]) -> str:
     """Per row the mean score; against the first row the paired difference, its 95 % interval and p."""
-    base, *_ = rows
+    base, *others = rows
     cells = []
     for name, scores in rows.items():
         told = [UNSET] * 3
@@ -111,7 +111,10 @@ def table_of(head: str, rows: Mapping[str, Mapping[str, float]]) -> str:
             if found.p is not None:
                 told[2] = p_text(found.p)
         cells.append([name, str(len(scores)), f"{fmean(scores.values()):.5f}", *told])
-    return columns([head, "seeds", "bits per byte", f"minus {base}", "95 % interval", "paired t-test"], cells)
+    heads = [head, "seeds", "bits per byte"]
+    if others:
+        heads += [f"minus {base}", "95 % interval", "paired t-test"]
+    return columns(heads, [row[: len(heads)] for row in cells])
 
 
 def mixed_versions(sweep: Sweep, folder: Path) -> list[str]:
