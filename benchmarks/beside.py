@@ -54,12 +54,12 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import paired  # noqa: E402
 from benchmarks.conditions import conditions, described  # noqa: E402
 from benchmarks.turns import Turns, endless  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
 from data import sample  # noqa: E402
 from data.files import escape_unprintable  # noqa: E402
+from tools.compare.paired import paired  # noqa: E402
 from tools.runs.writing import write_text  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
 
@@ -76,7 +76,7 @@ OF_THEIRS = ("theirs", SHUFFLED)
 # Sides of ours whose order of the text is not that of their settings.
 ORDERS = {AS_THEIRS_SHUFFLED: {"SHUFFLE": "1"}, IN_ORDER: {"SHUFFLE": "0"}}
 SPEED_HEADER = "| script | CPU ms a step | p20 | p80 | tokens/s | times theirs | n |"
-MINUS_THEIRS = paired.HEADER.format("theirs")
+MINUS_THEIRS = "val_bpb | std | minus theirs | its error | p | n |"
 SCORE_HEADER = f"| script | parameters | steps | float bpb | weights, bytes | code, bytes | {MINUS_THEIRS}"
 FLOAT_HEADER = (
     "| script | parameters | steps | last weights | their average | "
@@ -106,6 +106,9 @@ PROGRAM = (Path(__file__), REPO / "benchmarks/upstream.py", CLOCK)
 ALIKE = ("script", "program", "processor", "torch", "threads")
 HESSIAN_SECONDS = 600.0  # more than any run here takes for them
 SCORED_ROWS = 64  # sequences of a batch
+
+
+Runs = list[dict[str, Any]]
 
 
 class BesideError(RuntimeError):
@@ -366,9 +369,26 @@ class Race:
         return taken
 
 
-def mean_of(runs: paired.Runs, figure: str) -> float:
+def mean_of(runs: Runs, figure: str) -> float:
     """Over the runs."""
     return statistics.mean(run[figure] for run in runs)
+
+
+def table(header: str, lines: list[str]) -> list[str]:
+    """A table of Markdown."""
+    return [header, "|" + "---|" * (header.count("|") - 1), *lines]
+
+
+def cells(runs: Runs, theirs: Runs) -> str:
+    """The cells under MINUS_THEIRS; without a difference where the runs are theirs, or seeds are missing."""
+    own, others = ({str(run["seed"]): run["val_bpb"] for run in side} for side in (runs, theirs))
+    spread = f"{statistics.stdev(own.values()):.4f}" if len(own) > 1 else "-"
+    found = None if runs is theirs else paired(own, others)
+    told = "- | - | -"
+    if found is not None and found.error is not None:
+        p = "-" if found.p is None else f"{found.p:.2g}"
+        told = f"{found.difference:+.4f} | {found.error:.4f} | {p}"
+    return f"{statistics.mean(own.values()):.4f} | {spread} | {told} | {len(own)} |"
 
 
 def means_of_turns(times_ms: list[float]) -> list[float]:
@@ -377,7 +397,7 @@ def means_of_turns(times_ms: list[float]) -> list[float]:
     return [statistics.mean(times_ms[start : start + TURN_STEPS]) for start in starts]
 
 
-def speed_lines(runs: paired.Runs, step_tokens: int) -> list[str]:
+def speed_lines(runs: Runs, step_tokens: int) -> list[str]:
     """The table of step times."""
     lines = []
     for name in ("theirs", AS_THEIRS, "ours"):
@@ -392,10 +412,10 @@ def speed_lines(runs: paired.Runs, step_tokens: int) -> list[str]:
             f"| {name} | {median_ms:.1f} | {low:.1f} | {high:.1f} | {per_second:,.0f} | {times:.2f} | "
             f"{len(all_ms)} |"
         )
-    return ["", *paired.table(SPEED_HEADER, lines)]
+    return ["", *table(SPEED_HEADER, lines)]
 
 
-def score_line(name: str, runs: paired.Runs, theirs: paired.Runs, code_bytes: int) -> str:
+def score_line(name: str, runs: Runs, theirs: Runs, code_bytes: int) -> str:
     """A line of the table; code_bytes: 0 where weights are compared before quantization."""
     size = f"{runs[0]['parameters']:,} | {mean_of(runs, 'steps'):.0f}"
     if code_bytes:
@@ -404,10 +424,10 @@ def score_line(name: str, runs: paired.Runs, theirs: paired.Runs, code_bytes: in
         told = f"{mean_of(runs, 'last_bpb'):.4f} | {mean_of(runs, 'average_bpb'):.4f}"
     else:
         told = "- | -"
-    return f"| {name} | {size} | {told} | {paired.cells(runs, theirs)}"
+    return f"| {name} | {size} | {told} | {cells(runs, theirs)}"
 
 
-def seed_by_seed(rows: dict[str, paired.Runs], name: str, other: str) -> list[str]:
+def seed_by_seed(rows: dict[str, Runs], name: str, other: str) -> list[str]:
     """A sentence with the differences of one side's scores from another's; none without seeds of both."""
     reference = {run["seed"]: run["val_bpb"] for run in rows.get(other, [])}
     gains = [
@@ -419,12 +439,12 @@ def seed_by_seed(rows: dict[str, paired.Runs], name: str, other: str) -> list[st
     return ["", f"{name.capitalize()} minus {other}, seed by seed: {', '.join(gains)}."]
 
 
-def is_shipped(rows: dict[str, paired.Runs]) -> bool:
+def is_shipped(rows: dict[str, Runs]) -> bool:
     """Whether all that was scored was shipped: not of public scripts that quantize in ways of their own."""
     return all("val_bpb" in run for name, runs in rows.items() if name != "speed" for run in runs)
 
 
-def score_lines(rows: dict[str, paired.Runs], code_bytes: dict[str, int]) -> list[str]:
+def score_lines(rows: dict[str, Runs], code_bytes: dict[str, int]) -> list[str]:
     """The table of scores, and the differences seed by seed."""
     scored = {name: rows[name] for name in SIDES if name in rows and name != "speed"}
     shipped = is_shipped(rows)
@@ -446,7 +466,7 @@ def score_lines(rows: dict[str, paired.Runs], code_bytes: dict[str, int]) -> lis
         told += ["", AVERAGED]
     for name, other in COMPARED:
         told += seed_by_seed(scored, name, other)
-    return ["", *paired.table(SCORE_HEADER if shipped else FLOAT_HEADER, lines), *told]
+    return ["", *table(SCORE_HEADER if shipped else FLOAT_HEADER, lines), *told]
 
 
 def told_sides(measured: dict[str, Any]) -> str:
@@ -470,7 +490,7 @@ def told_sides(measured: dict[str, Any]) -> str:
 
 def tables(measured: dict[str, Any]) -> list[str]:
     """What was equal, the speeds, the scores."""
-    rows: dict[str, paired.Runs] = measured["rows"]
+    rows: dict[str, Runs] = measured["rows"]
     geometry = " ".join(f"{name}={value}" for name, value in measured["geometry"].items())
     scores = SHIPPED if is_shipped(rows) else "of the weights before quantization."
     by_clock = f"{measured['seconds']:g} s of training by the {measured['clock']} clock"
@@ -597,7 +617,7 @@ def measure(arguments: argparse.Namespace) -> None:
                     found = {"measured": measured, **race.measure(side, seed)}
                     write_text(path, json.dumps(found) + "\n")
                     print(f"{side}, seed {seed}: {path}", file=sys.stderr, flush=True)
-    rows: dict[str, paired.Runs] = {}
+    rows: dict[str, Runs] = {}
     for side in SIDES:
         for path in sorted(arguments.runs.glob(f"{run_path(arguments.runs, side, 0).name[:-1]}*.json")):
             run = json.loads(path.read_text(encoding="utf-8"))

@@ -31,10 +31,10 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import paired  # noqa: E402
 from benchmarks.conditions import conditions, described  # noqa: E402
 from data import sample  # noqa: E402
 from data.files import escape_unprintable  # noqa: E402
+from tools.compare.paired import paired  # noqa: E402
 from train_gpt import GPT, Config, Machine  # noqa: E402
 
 ARMS = {
@@ -157,8 +157,12 @@ def line_of(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> str:
     """The cells of an arm beside the first arm, as means over the models."""
     mean = {name: statistics.mean(row[name] for row in rows) for name in ("bytes", "divergence", "bpb_lost")}
     share = mean["divergence"] / statistics.mean(row["divergence"] for row in reference)
-    found = None if rows is reference else paired.difference(rows, reference, "bpb_lost")
-    told = f"{found.mean:+.4f} | {found.error:.4f} | {paired.told_p(found.p)}" if found else "- | - | -"
+    own, others = ({str(row["seed"]): row["bpb_lost"] for row in side} for side in (rows, reference))
+    found = None if rows is reference else paired(own, others)
+    told = "- | - | -"
+    if found is not None and found.error is not None:
+        p = "-" if found.p is None else f"{found.p:.2g}"
+        told = f"{found.difference:+.4f} | {found.error:.4f} | {p}"
     seconds = [
         f"{statistics.mean(row['seconds'].get(name, 0.0) for row in rows):.0f}"
         for name in ("write_artifact", "quantize", "encode", "decode")
@@ -188,7 +192,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
         )
         rows = [reference, *(of_arm(measured, arm, size) for arm in arms[1:])]
         of_size = [line_of(found, reference) for found in rows]
-        lines += ["", f"{size:g} bits a weight:", "", *paired.table(header, of_size)]
+        rule = "|" + "---|" * (header.count("|") - 1)
+        lines += ["", f"{size:g} bits a weight:", "", header, rule, *of_size]
     return lines
 
 

@@ -54,7 +54,6 @@ RUN_BY = [
     ("tools plot", FIRST_HOUR), ("tools timeline", FIRST_HOUR), ("tools generate", FIRST_HOUR),
     ("tools summary", FIRST_HOUR),
     ("tools.prove.seeds", "tools/test_prove.py::test_a_table_of_seeds_has_the_noise_of_every_check"),
-    ("benchmarks/experiments.py", "tools/test_experiments.py::test_a_run_is_scored_once_more"),
     ("tests.tools.damage", "tools/test_check.py::test_damaged_folders_are_judged"),
 ]  # fmt: skip
 # What no test of this repository runs, and why.

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import beside, divergence, ttt
+from benchmarks import beside, cpu_clock, divergence, ttt
 from benchmarks.turns import Turns, TurnsError
 from benchmarks.upstream import TrainingClock
 from tests.support.models import tiny_config, trained_like
@@ -50,6 +52,19 @@ def test_a_script_takes_the_steps_of_its_turn_and_no_others(tmp_path: Path) -> N
         assert len(turn.ms) == len(turn.cpu_ms) == 4 and min(turn.ms) > 0
         with pytest.raises(TurnsError, match=r"(?s)ended instead of taking 1 steps:.*a message of mine"):
             mine.steps(1)
+
+
+def test_the_clock_counts_what_the_process_computes(tmp_path: Path) -> None:
+    script = tmp_path / "train_gpt.py"
+    script.write_text(
+        "import time\n"
+        "def main():\n"
+        "    before = time.perf_counter()\n"
+        "    time.sleep(0.2)\n"
+        "    assert time.perf_counter() - before < 0.15, 'it slept'\n"
+        "    return 3\n"
+    )
+    assert subprocess.run([sys.executable, cpu_clock.__file__, str(script)], check=False).returncode == 3
 
 
 def test_costs_of_test_time_training_are_those_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:

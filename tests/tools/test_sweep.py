@@ -25,6 +25,7 @@ from tools.compare.paired import paired
 from tools.compare.rows import read_sweep
 from tools.runs.runs import settings_of
 
+SWEEPS = Path(__file__).parents[2] / "benchmarks/sweeps"
 # It trains nothing: a score is a function of MATRIX_LR and SEED. A run that the file `die` names ends early.
 TRAINER = """
 import json, os, pathlib, sys
@@ -59,7 +60,8 @@ limits = {"artifact_bytes": {"value": 200000, "limit": limit, "ok": limit >= 200
 (run / "summary.json").write_text(json.dumps({"exit": "finished", "limits": limits}))
 """
 SWEEP = """# a comment
-seeds: 1 2 3
+seeds: 1 \\
+    2 3
 all: MATRIX_LR=0.025
 base:
 low: MATRIX_LR=0.02
@@ -197,7 +199,8 @@ def test_a_folder_that_is_named_holds_the_runs_beside_others(
     ("low: ", "low: script=none.py ", "none.py: no such script"),
     ("low: ", "low: script=trainer.py ", "trainer.py has no class Config"),
     ("low: ", "low: NEW_THING=1 ", "NEW_THING is not a setting"),
-    ("seeds: 1 2 3", "seeds: 1 2 1", "expected each seed once"),
+    ("    2 3", "    2 1", "expected each seed once"),
+    ("0.035\n", "0.035 \\\n", "its last line ends with a backslash"),
 ])  # fmt: skip
 def test_a_file_with_a_mistake_starts_nothing(
     place: Path, capfd: pytest.CaptureFixture[str], before: str, after: str, message: str
@@ -207,6 +210,15 @@ def test_a_file_with_a_mistake_starts_nothing(
     assert main(["sweep", "rates.txt"]) == 2
     assert message in capfd.readouterr().err
     assert not (place / "starts").exists()
+
+
+@pytest.mark.parametrize("path", sorted(SWEEPS.glob("*.sweep")), ids=lambda path: path.stem)
+def test_the_rows_of_a_sweep_of_ours_differ(path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repo)
+    rows = read_sweep(path, {}).rows
+    assert len(rows) > 3
+    configurations = {str(row.config("1").as_env()) for row in rows.values()}
+    assert len(configurations) == len(rows)
 
 
 def test_an_artifact_of_the_script_is_scored_again(
@@ -243,10 +255,11 @@ def test_a_paired_comparison_is_the_paired_t_test_of_scipy(scores: list[tuple[fl
     assert found is not None and found.seeds == len(scores)
     assert found.difference == pytest.approx(gaps.mean(), abs=1e-12)
     assert found.error == pytest.approx(stats.sem(gaps), rel=1e-6, abs=1e-12)
-    assert found.interval is not None
-    if found.p is None:
-        assert found.interval == (found.difference, found.difference)
+    assert found.error is not None and found.interval is not None
+    if found.error < 1e-9:  # all alike but for rounding
+        assert found.interval == pytest.approx((found.difference, found.difference))
         return
+    assert found.p is not None
     assert found.p == pytest.approx(stats.ttest_rel(*np.transpose(scores)).pvalue, rel=1e-6)
     half = stats.t.ppf(0.975, len(scores) - 1) * found.error
     assert found.interval == pytest.approx((found.difference - half, found.difference + half))

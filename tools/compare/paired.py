@@ -37,6 +37,7 @@ def paired(new: Mapping[str, float], base: Mapping[str, float]) -> Paired | None
         return Paired(len(differences), mean, error, (mean, mean))
     from scipy import stats  # half a second to import
 
-    test = stats.ttest_1samp(differences, 0.0)
-    low, high = test.confidence_interval(CONFIDENCE)
-    return Paired(len(differences), mean, error, (float(low), float(high)), float(test.pvalue))
+    student = stats.t(len(differences) - 1)
+    half_width = float(student.ppf((1 + CONFIDENCE) / 2)) * error
+    p = 2 * float(student.sf(abs(mean) / error))
+    return Paired(len(differences), mean, error, (mean - half_width, mean + half_width), p)

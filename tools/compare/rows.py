@@ -101,8 +101,11 @@ def read_lines(path: Path) -> dict[str, list[str]]:
     except (OSError, ValueError) as error:
         raise RecordError(f"{path}: {error}; expected lines of NAME: SETTING=VALUE …") from error
     found: dict[str, list[str]] = {}
+    begun = ""  # of a line that goes on
     for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
+        line = begun + line
+        begun = line.removesuffix("\\") if line.endswith("\\") else ""
+        if begun or not line.strip() or line.lstrip().startswith("#"):
             continue
         match = LINE.fullmatch(line.strip())
         if match is None or match[1] in found:
@@ -112,6 +115,8 @@ def read_lines(path: Path) -> dict[str, list[str]]:
             found[match[1]] = shlex.split(match[2])
         except ValueError as error:
             raise RecordError(f"{path} line {number}: {line.strip()!r}: {error}") from error
+    if begun:
+        raise RecordError(f"{path}: its last line ends with a backslash: {begun.strip()!r}")
     return found
 
 

@@ -8,11 +8,12 @@
     fork: script=../my_fork/train_gpt.py MY_SETTING=1
     slow_adapters: of=base TTT_LORA_LR=0.0001
 
-A line is a name and settings; the first row is the base of the comparison. `seeds` and `all` hold for every
-row. `start: torchrun --standalone --nproc_per_node=8 train_gpt.py` is how a run starts, by default `python
-train_gpt.py`. `script=PATH` takes another version of train_gpt.py in the place of that command's last word.
-`of=ROW` trains nothing: it scores the artifact of that row and seed again, with its settings and the ones
-given. Settings that the shell has reach every row, beneath its own.
+A line is a name and settings, and goes on after a backslash at its end. The first row is the base of the
+comparison. `seeds` and `all` hold for every row. `start: torchrun --standalone --nproc_per_node=8
+train_gpt.py` is how a run starts, by default `python train_gpt.py`. `script=PATH` takes another version of
+train_gpt.py in the place of that command's last word. `of=ROW` trains nothing: it scores the artifact of that
+row and seed again, with its settings and the ones given. Settings of the shell reach every row, beneath its
+own.
 
 The runs stand in runs/FILE/ROW-seedS. Started again, the sweep skips what is finished and resumes what has a
 checkpoint. A run that has none begins anew; its old directory moves to runs/FILE/stopped. A run that fails,
@@ -73,12 +74,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def differences(sweep: Sweep, folder: Path) -> str:
-    """A table for each stage that two rows have reached: means, and differences from the first of them."""
+    """A table for each stage that two rows have reached: means, and differences from the first of them.
+
+    A stage in which all rows are alike, as they are of one artifact, has none.
+    """
     scores = {name: scores_by_stage(row, sweep.seeds, folder) for name, row in sweep.rows.items()}
     tables = []
     for stage in STAGES:
         reached = {name: found[stage] for name, found in scores.items() if stage in found}
-        if len(reached) > 1 or (reached and len(scores) == 1):
+        first = next(iter(reached.values()), {})
+        if any(found != first for found in reached.values()) or (reached and len(scores) == 1):
             tables.append(table_of(overview.STAGE_HEADS[stage], reached))
     return "\n\n".join(tables) or "no two rows have a score yet"
 
@@ -94,7 +99,7 @@ def scores_by_stage(row: Row, seeds: list[str], folder: Path) -> Scores:
 
 def table_of(head: str, rows: Mapping[str, Mapping[str, float]]) -> str:
     """Per row the mean score; against the first row the paired difference, its 95 % interval and p."""
-    base, *_ = rows
+    base, *others = rows
     cells = []
     for name, scores in rows.items():
         told = [UNSET] * 3
@@ -106,7 +111,10 @@ def table_of(head: str, rows: Mapping[str, Mapping[str, float]]) -> str:
             if found.p is not None:
                 told[2] = p_text(found.p)
         cells.append([name, str(len(scores)), f"{fmean(scores.values()):.5f}", *told])
-    return columns([head, "seeds", "bits per byte", f"minus {base}", "95 % interval", "paired t-test"], cells)
+    heads = [head, "seeds", "bits per byte"]
+    if others:
+        heads += [f"minus {base}", "95 % interval", "paired t-test"]
+    return columns(heads, [row[: len(heads)] for row in cells])
 
 
 def mixed_versions(sweep: Sweep, folder: Path) -> list[str]:
