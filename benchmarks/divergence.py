@@ -202,7 +202,8 @@ def trained() -> Path:
     if sample.main([]) != 0:
         raise SystemExit("the built-in sample is not there; `python data/sample.py` makes it")
     shutil.rmtree(TRAINED, ignore_errors=True)
-    kept = {name: value for name, value in os.environ.items() if name not in Config().as_env()}
+    settings = {"CONFIG", *Config().as_env()}
+    kept = {name: value for name, value in os.environ.items() if name not in settings}
     place = {"RUNS_DIR": str(TRAINED.parent), "RUN_ID": TRAINED.name}
     command = [sys.executable, str(REPO / "train_gpt.py")]
     ended = subprocess.run(
