@@ -265,7 +265,7 @@ CASES = [
     setting("TOKENIZER_PATH=/no/such.model", "see data/", TOKENIZER_PATH="/no/such.model"),
     setting("TOKENIZER_PATH|320 pieces", "expected VOCAB_SIZE=1024|manifest.json", VOCAB_SIZE=1024),
     data_file("tokenizer.model", b"a tokenizer, it says", "TOKENIZER_PATH=", "see data/"),
-    case("of other text", tokenizer_of_other_text, "TOKENIZER_PATH=|% of the ids", "name the tokenizer that"),
+    case("of other text", tokenizer_of_other_text, "TOKENIZER_PATH=|% of the ids", "the tokenizer that"),
     data_file("manifest.json", OTHERS, "TOKENIZER_PATH=|" + "0" * 64, "name that"),
     # artifacts
     setting("no/model.bin|No such file", "", EVAL_ONLY="no/model.bin"),
