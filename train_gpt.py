@@ -3511,7 +3511,7 @@ def window_rows(
     stride 2 and one document: (0, 0, 4), (2, 4, 6), (4, 6, 8), …
 
     A document that starts inside a window allows a shortcut. Attention stops at the document's start, so all
-    windows that begin before it see the same context, and the last of them scores for all.
+    windows that begin no later than it see the same context, and the last of them scores for all.
     `document_begins[i]` is the token at which the document of target i starts.
     """
 
@@ -4946,37 +4946,38 @@ def with_settings(shipped: bytes, config: Config) -> bytes:
 
 
 # ============================================================================================================
-# TRAIN — steps under a clock that rank 0 reads for all, so that all ranks take the same ones and stop as one.
+# TRAIN — steps until the time limit; rank 0 reads the clock for all, so all ranks stop after the same step.
 # ============================================================================================================
 
 
 class StepResult(NamedTuple):
-    """Loss and gradient norm of a step, perhaps still on their way to the host."""
+    """Loss and gradient norm of a step, possibly still being copied to the host."""
 
-    step: int  # 1: the first
+    step: int  # the first is 1
     progress: float
-    values: Tensor  # (2,): mean loss of this rank, gradient norm
-    copied: torch.cuda.Event | None  # when `values` has arrived; None: it has
-    wait_ms: float  # of the host, for the step's batches
+    lr_scale: float
+    loss_and_norm: Tensor  # (2,): mean loss of this rank, gradient norm
+    copied: torch.cuda.Event | None  # when `loss_and_norm` has arrived; None: it has
+    wait_ms: float  # time the host waited for the step's batches
 
 
 @dataclass
 class Training:
-    """Model, optimizer, loader and clock of a run: everything that a step touches."""
+    """The model, optimizer, data loader and clock of a run: everything that a step touches."""
 
     config: Config
     run: Run
     shards: list[Shard]
     validation: Validation
     ops: Ops
-    hashes: dict[str, str]  # SHA-256 of code, tokenizer and shards; a checkpoint holds them
+    hashes: dict[str, str]  # SHA-256 of code, tokenizer and shards; saved in checkpoints
 
     def __post_init__(self) -> None:
         config = self.config
         run = self.run
         machine = run.machine
         self.model = ready_model(build_model(config), machine, self.ops)
-        # One graph from tokens to loss.
+        # A single graph from tokens to loss.
         self.loss = machine.compile(GPT.loss)
         self.optimizer = Optimizer(self.model, config, machine)
         profiler = torch.profiler.profile() if config.profile_steps else None
@@ -4986,10 +4987,10 @@ class Training:
             machine.on_gpu, self.trace)  # fmt: skip
         self.loader = Loader(config, self.shards, machine, self.trace)
         self.step = 0
-        self.unread: list[StepResult] = []
-        self.waits_ms: list[float] = []  # for batches, of the steps since the last line
-        self.started = time.perf_counter()  # shifted forward by time that does not count
-        self.val_seconds = 0.0  # of all validations since the process began
+        self.unread: list[StepResult] = []  # oldest first
+        self.waits_ms: list[float] = []  # for batches, one per step since the last train line
+        self.started = time.perf_counter()  # moved forward by the time that does not count as training
+        self.val_seconds = 0.0  # of all validations since the process started
 
     @property
     def seconds(self) -> float:
@@ -5001,7 +5002,7 @@ class Training:
         return sum(self.run.machine.gather(self.loader.stream_hash)) % 2**64
 
     def state(self) -> dict[str, Any]:
-        """A copy of everything that training has changed, for any world size; all ranks call it together."""
+        """A copy of everything that training changes, for any world size; all ranks call it together."""
         return {
             "config": self.config.as_env(TrainingSettings),
             "hashes": self.hashes,
@@ -5012,20 +5013,20 @@ class Training:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Become what `state` returned; all ranks call it together."""
+        """Restore what `state` returned; all ranks call it together."""
         self.optimizer.load_state(state["optimizer"])
         self.step = state["step"]
-        # The hash is a sum over the ranks: one of them begins with all of it.
+        # The hash is a sum over the ranks, so a single rank restores it.
         stream_hash = state["stream_hash"] if self.run.machine.rank == 0 else 0
         self.loader.seek(self.step, stream_hash)
-        # The clock starts when the first batch is there on all ranks, and no device is still at work.
+        # The clock starts once all ranks have their first batch and all devices are idle.
         self.loader.stage_first()
         self.run.machine.wait()
         self.run.machine.gather(None)
         self.started = time.perf_counter() - state["seconds"]
 
     def save(self) -> None:
-        """Replace the checkpoint by one of now, outside the clock; a failure is told, and costs no run.
+        """Replace the checkpoint, off the clock. A failure is logged and does not end the run.
 
         All ranks call it together, after `read_results`; rank 0 writes.
         """
@@ -5038,58 +5039,59 @@ class Training:
                 path = self.run.path(CHECKPOINT)
                 write_whole(path, torch_file(state))
                 self.run.log(f"checkpoint:{path} step:{self.step}")
-        except (ConfigError, MemoryError, RuntimeError) as error:  # of torch: no memory, here or on a GPU
-            self.run.log(f"warning: no checkpoint of step {self.step}, none is replaced: {error!r}")
+        except (ConfigError, MemoryError, RuntimeError) as error:  # torch: out of memory on host or GPU
+            self.run.log(f"warning: no checkpoint at step {self.step}, an earlier one is kept: {error!r}")
         self.started += time.perf_counter() - start
 
 
 def torch_file(value: Any) -> bytes:
-    """The bytes of the file that torch.save writes, for `write_whole`."""
+    """The bytes that torch.save would write to a file."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
-    """The state of the run that RESUME names; empty without RESUME. Nothing in the file is executed.
+    """The state of the run that RESUME names; empty without RESUME. No code in the file is executed.
 
-    ConfigError where it cannot be read, or where settings of training, data or code are not those of now.
-    RESUME_OTHER_CODE allows other code: then `hashes` gets the hash of the former code, too.
+    ConfigError if the checkpoint cannot be read, or if training settings, data or code have changed since.
+    RESUME_OTHER_CODE allows changed code; `hashes` then gets the hash of the earlier code, too.
     """
     if not config.resume:
         return {}
     path = find_path(config.resume) / CHECKPOINT
     try:
-        # torch reads past damage. A flipped bit in the weights would show in hundreds of steps, or never.
+        # torch.load does not verify checksums. A flipped bit in the weights would show up hundreds of steps
+        # later, or never.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
-            raise zipfile.BadZipFile(f"damaged: {damaged} has another checksum than when it was written")
+            raise zipfile.BadZipFile(f"damaged: the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
         then = {**state["config"], **state["hashes"]}
     except Exception as error:  # whatever the bytes are
         reason = f"{error}" if isinstance(error, zipfile.BadZipFile) else type(error).__name__
         raise ConfigError(
-            f"RESUME: {path} cannot be read ({reason}); copy it again if it came from elsewhere. A finished "
-            "run has none, and those of 0.5.4 and older need that version") from error
+            f"RESUME: {path} cannot be read ({reason}); if it was copied, copy it again. A finished run has "
+            "no checkpoint, and checkpoints of 0.5.4 and older need that version") from error
     now = {**config.as_env(TrainingSettings), **hashes}
     changed = [name for name in then | now if then.get(name) != now.get(name)]
-    # A bug in a log line must not cost a paid training. But all records then name both scripts, and no script
-    # has such a hash.
+    # A bug in a log line must not cost a paid training run. But then every record names both scripts, since
+    # the combined hash is that of no script.
     if changed == ["code"] and config.resume_other_code:
         hashes["code"] += f" after {then['code']}"
     elif changed:
-        named = ", ".join(f"{name} is {now.get(name)}, it was {then.get(name)}" for name in changed)
+        named = ", ".join(f"{name} is {now.get(name)} but was {then.get(name)}" for name in changed)
         script = shlex.quote(f"{path.parent}/train_gpt.py")
-        raise ConfigError(f"RESUME={config.resume}: {named}; start {script} with nothing "
-                          "else set. RESUME_OTHER_CODE=1 allows another script, and is recorded")  # fmt: skip
+        raise ConfigError(f"RESUME={config.resume}: {named}; run {script} with no other "
+                          "settings. RESUME_OTHER_CODE=1 allows another script and is recorded")  # fmt: skip
     return state
 
 
 def fail_together(machine: Machine, failure: DataError | None) -> None:
     """Raise DataError on all ranks if one of them got no batch; all ranks call it together.
 
-    That is before gradients are exchanged, so the weights are still those of the step before.
+    This happens before gradients are exchanged, so the weights are still those of the previous step.
     """
     anywhere = failure is not None
     if machine.world_size > 1:
@@ -5105,16 +5107,16 @@ def fail_together(machine: Machine, failure: DataError | None) -> None:
 def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device.
 
-    progress: share of the run that is over. DataError on all ranks if one of them gets no batch: then no
+    progress: fraction of the run that is over. DataError on all ranks if one of them gets no batch; then no
     weight has changed.
     """
     config = training.config
     loader = training.loader
     timer = training.timer
     looping = loop_is_on(progress, config)  # the same on all ranks, as progress is
-    # The sum of the losses stays on the device: nobody waits for it.
+    # The sum of the losses stays on the device, so that the host does not wait for it.
     total = torch.zeros((), device=training.run.machine.device)
-    # Steps of the warm-up have no number, and are neither timed nor traced.
+    # Warm-up steps have no number and are neither timed nor traced.
     timer.begin(training.step + 1 if training.run.training else 0)
     hash_before = loader.stream_hash
     failure = None
@@ -5126,7 +5128,7 @@ def train_step(training: Training, progress: float) -> Tensor:
             break
         timer.lap("batch", batch.copy)
         loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
-        # Gradients add up: each micro-batch gives its part of a mean.
+        # Gradients add up over micro-batches, so each loss is divided by their number.
         loss = loss / loader.micro_steps
         timer.lap("forward")
         loss.backward()
@@ -5135,7 +5137,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     try:
         fail_together(training.run.machine, failure)
     except DataError:
-        loader.stream_hash = hash_before  # of the steps that were taken
+        loader.stream_hash = hash_before  # only steps that were taken count
         raise
     lr_scale = learning_rate_scale(progress, training.step, config)
     momentum = muon_momentum(progress, training.step, config)
@@ -5148,58 +5150,62 @@ def train_step(training: Training, progress: float) -> Tensor:
 
 
 def rehearse_end(training: Training) -> None:
-    """Do all that follows training once, on the first weights, each part as a phase; all ranks together.
+    """Run everything that follows training once, on the initial weights. All ranks call it together.
 
-    What would fail after a paid training fails here, and compiles here. `warm_up` undoes it.
+    Whatever would fail after a paid training run fails here instead, and is compiled here. Each part is a
+    phase of its own. `warm_up` undoes it.
     """
     config = training.config
     run = training.run
     machine = run.machine
     hessians: Hessians = {}
     if config.gptq:
-        # The first batch loads kernels. The second one shows how long all will take.
+        # The first batch loads kernels; the second one shows how long a batch takes.
         for part in ("rehearse_hessians", "rehearse_calibration_batch"):
             with run.phase(part):
                 hessians = collect_hessians(training.model, [training.loader.next_batch()])
         batches = math.ceil(config.gptq_calibration_batches / machine.world_size)
         seconds = batches * run.phases["rehearse_calibration_batch"]
-        # Of the reserve, `calibration_batches` keeps a tenth to spare.
+        # `calibration_batches` keeps a tenth of the reserve as a margin.
         if config.max_wallclock_seconds > 0 and seconds > 0.9 * config.gptq_reserve_seconds:
-            run.log(f"warning: {batches} calibration batches need {seconds:.2f}s, GPTQ_RESERVE_SECONDS="
-                    f"{config.gptq_reserve_seconds:g} allows 90 % of it; raise it, or fewer are used")
+            run.log(f"warning: GPTQ_RESERVE_SECONDS={config.gptq_reserve_seconds:g} is too short for "
+                    f"{batches} calibration batches ({seconds:.2f} s, plus a margin of 10%); will use fewer")
     with run.phase("rehearse_artifact"):
         data = b""
         if machine.rank == 0:
-            # One pass, of any size: no search for the budget.
+            # A single pass of any size: no search for the size that fits.
             data, _ = write_artifact(
                 training.model, replace(config, rate_control=False), hessians, "", sys.maxsize)
         model, _ = load_artifact(Path("rehearsal"), machine.gather(data)[0], is_ours=True)
         ready_model(model, machine, training.model.ops)
     rehearse_evaluation(model, config, run)
     if machine.on_gpu:
-        # The steps to come find the memory as if nothing had been.
+        # Training starts with the memory as if nothing had happened.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def warm_up(training: Training, resumed: dict[str, Any] | None = None) -> None:
-    """Rehearse the end, and compile each graph by WARMUP_STEPS real steps, if that is not 0.
+    """Unless WARMUP_STEPS is 0: rehearse the end, then compile each training graph with that many real steps.
 
-    Then undo all of it exactly, or become `resumed`.
+    Finally restore the exact initial state, or load `resumed`.
     """
     config = training.config
     run = training.run
     after = resumed or training.state()
     if config.warmup_steps > 0:
         rehearse_end(training)
-    # A graph runs with loops or without: it changes at this share of the run, if at all.
-    graphs = {loop_is_on(share, config): share for share in (0.0, config.enable_looping_at)}
-    for looping, share in graphs.items():
+    # There are two training graphs if recurrence turns on during the run, else one.
+    stages = [0.0]  # as fractions of the run
+    if loop_is_on(config.enable_looping_at, config) and not loop_is_on(0.0, config):
+        stages.append(config.enable_looping_at)
+    for progress in stages:
         training.loader.seek(0)
         with run.phase("warmup"):
             for number in range(1, config.warmup_steps + 1):
-                train_step(training, share)
-                run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping:d}")
+                train_step(training, progress)
+                run.log(f"warmup_step:{number}/{config.warmup_steps} "
+                        f"looping:{loop_is_on(progress, config):d}")
     training.load_state(after)
     if resumed:
         run.log(f"resumed:{run.directory} step:{training.step} "
@@ -5207,37 +5213,38 @@ def warm_up(training: Training, resumed: dict[str, Any] | None = None) -> None:
 
 
 def train(training: Training) -> None:
-    """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
+    """Train until the time limit or ITERATIONS. After a signal, save a checkpoint and end the process."""
     config = training.config
     run = training.run
     machine = run.machine
     every = config.checkpoint_every_seconds
-    # Steps that a GPU may be behind the host, so that it always has work.
-    behind = 2 if machine.on_gpu else 0
+    # The host runs at most this many steps ahead of a GPU, so that the GPU always has work.
+    steps_ahead = 2 if machine.on_gpu else 0
     seconds = machine.gather(training.seconds)[0]  # by the clock of rank 0
-    step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
+    step_seconds = seconds / max(training.step, 1)  # for a resumed run: the mean so far
     progress = run_progress(seconds, training.step, config)
     run.training = True
     while True:
         before = seconds
-        # The clock of rank 0, and whether any rank has caught a signal: as sums, on the host, so no device is
-        # asked. `gather` pickles, which costs eight ranks milliseconds a step.
+        # The clock of rank 0, and whether any rank has caught a signal: a sum over ranks, on the host, so no
+        # rank waits for its device. `gather` pickles, which takes eight ranks milliseconds per step.
         agreed = torch.tensor([training.seconds, run.stop_signal], dtype=torch.float64)
         if machine.rank != 0:
             agreed[0] = 0.0
         machine.add_up(agreed)
         seconds, caught = agreed.tolist()
-        # The slowest recent step, which fades by 10 % per step.
+        # The slowest recent step, fading by 10% per step.
         step_seconds = max(0.9 * step_seconds, seconds - before)
-        # The step to come must end in time, so must those the device still has to do, and one to spare.
-        ends_at = seconds + (2 + behind) * step_seconds
+        # The next step must end in time, and so must the steps still queued on the device, with one to spare.
+        ends_at = seconds + (2 + steps_ahead) * step_seconds
         stop = caught != 0 or run_progress(ends_at, training.step, config) >= 1
-        # The end is always saved: whatever fails after it can be done again from there.
+        # The end of training is always saved, so that whatever fails later can be repeated from there. Before
+        # that, save when another multiple of CHECKPOINT_EVERY_SECONDS has passed since the last step.
         save_now = stop or (every > 0 and seconds // every > before // every)
         validate_now = config.val_loss_every > 0 and (stop or training.step % config.val_loss_every == 0)
 
-        # Before the weights are used or the run ends, all steps must be checked.
-        read_results(training, leave=0 if save_now or validate_now else behind)
+        # Before the weights are saved or evaluated, or the run ends, all steps must have been checked.
+        read_results(training, leave=0 if save_now or validate_now else steps_ahead)
         if save_now:
             training.save()
         if validate_now and caught == 0:
@@ -5246,31 +5253,32 @@ def train(training: Training) -> None:
             break
 
         progress = run_progress(seconds, training.step, config)
+        lr_scale = learning_rate_scale(progress, training.step, config)
         try:
-            values = train_step(training, progress).to("cpu", non_blocking=True)
+            loss_and_norm = train_step(training, progress).to("cpu", non_blocking=True)
         except DataError:
-            # A shard was cut or removed. What was trained until now is sound, and can go on once it is back.
+            # A shard was truncated or removed. Training so far is sound and can resume once it is back.
             read_results(training, leave=0)
             training.save()
-            machine.gather(None)  # torchrun kills the others when a rank has left
+            machine.gather(None)  # torchrun kills the other ranks as soon as one exits
             raise
         copied = torch.cuda.current_stream().record_event() if machine.on_gpu else None
         training.step += 1
-        # Taken now: when the result is read, later steps have waited as well.
+        # Read it now: when the result is read, later steps will have added to it.
         wait_ms = training.loader.wait_ms
         training.loader.wait_ms = 0.0
-        training.unread.append(StepResult(training.step, progress, values, copied, wait_ms))
+        training.unread.append(StepResult(training.step, progress, lr_scale, loss_and_norm, copied, wait_ms))
     end_training(training)
 
 
 def end_training(training: Training) -> None:
-    """After the last step, which is saved: end the process if a signal has come."""
+    """After the last step, which has been saved: end the process if there was a signal."""
     run = training.run
-    run.training = False  # from here on a signal ends the process at once
+    run.training = False  # from here on, a signal ends the process at once
     caught = max(run.machine.gather(run.stop_signal))
     training.trace.finish()
     if caught != 0:
-        run.machine.gather(None)  # torchrun kills the others when a rank has left
+        run.machine.gather(None)  # torchrun kills the other ranks as soon as one exits
         run.log(f"stopped by signal {caught}; {run.ways_on()}")
         os._exit(128 + caught)
     if training.step < training.config.iterations:
@@ -5279,18 +5287,17 @@ def end_training(training: Training) -> None:
 
 
 def read_results(training: Training, leave: int) -> None:
-    """Check and tell all steps but the last `leave`, for which the host would wait. FloatingPointError.
+    """Check and log all steps except the newest `leave`, for which the host would have to wait.
 
-    All ranks call it together.
+    FloatingPointError if a loss or gradient norm is not finite. All ranks call it together.
     """
     machine = training.run.machine
     while len(training.unread) > leave:
-        # Two steps behind on a GPU: by then the numbers are there, and nobody waits.
         result = training.unread.pop(0)
         if result.copied is not None:
             result.copied.synchronize()
-        # The mean over the ranks: a loss that is not finite on one of them ends all with the same message.
-        values = result.values.double()
+        # The mean over ranks: if the loss of one rank is not finite, all end with the same message.
+        values = result.loss_and_norm.double()
         machine.add_up(values)
         loss, norm = (values / machine.world_size).tolist()
         if not math.isfinite(loss + norm):
@@ -5298,11 +5305,11 @@ def read_results(training: Training, leave: int) -> None:
                 f"step {result.step}, batch at token "
                 f"{training.config.train_batch_tokens * (result.step - 1)}: train_loss {loss}, grad_norm "
                 f"{norm}; lower MATRIX_LR and the other learning rates, or GRAD_CLIP_NORM")
-        tell_step(training, result, loss, norm)
+        log_step(training, result, loss, norm)
 
 
-def tell_step(training: Training, result: StepResult, loss: float, norm: float) -> None:
-    """The event of a step, and perhaps its line, in upstream's words."""
+def log_step(training: Training, result: StepResult, loss: float, norm: float) -> None:
+    """Record a step in metrics.jsonl and, if a line is due, log it in upstream's format."""
     config = training.config
     step = result.step
     seconds = training.seconds
@@ -5311,27 +5318,27 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
         "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens, grad_norm=norm,
         progress=result.progress, data_wait_max_ms=result.wait_ms)  # fmt: skip
     training.waits_ms.append(result.wait_ms)
-    if step == 100:  # the mean is steady, and nearly all of a paid run is still to come
-        training.run.log(f"pace:{1e3 * seconds / step:.2f}ms a step, at which MAX_WALLCLOCK_SECONDS="
-                         f"{config.max_wallclock_seconds:g} and ITERATIONS={config.iterations} end after "
-                         f"{step / run_progress(seconds, step, config):.0f} steps; looped layers and longer "
-                         "sequences make later ones longer")
+    step_ms = 1e3 * seconds / step
+    progress = run_progress(seconds, step, config)
+    run_seconds = seconds / progress  # of the whole training, at the mean pace so far
+    if step == 100:  # by now the mean is steady, and most of a paid run is still ahead
+        gets_slower = loop_is_on(1.0, config) and not loop_is_on(progress, config)
+        training.run.log(f"pace: {step_ms:.1f} ms/step → about {step / progress:,.0f} steps in "
+                         f"{run_seconds:,.0f} s{' (slower once recurrence turns on)' if gets_slower else ''}")
     every = config.train_log_every
     if every == 0 or (step > FIRST_STEPS and step % every != 0):
         return
-    # Half of the steps waited for less than the first, 1 % for more than the second.
-    p50, p99, most = np.percentile(training.waits_ms, [50, 99, 100])
+    p50, p99, longest = np.percentile(training.waits_ms, [50, 99, 100])
     training.waits_ms.clear()
     training.run.log(
         f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
-        f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
-        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} "
-        f"lr_scale:{learning_rate_scale(result.progress, step - 1, config):.4f} grad_norm:{norm:.3f} "
-        f"eta:{seconds / run_progress(seconds, step, config) - seconds:.0f}s")
+        f"step_avg:{step_ms:.2f}ms tok_s:{tokens / seconds:.0f} "
+        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{longest:.2f} "
+        f"lr_scale:{result.lr_scale:.4f} grad_norm:{norm:.3f} eta:{run_seconds - seconds:.0f}s")
 
 
 def validate(training: Training, label: str, looping: bool = True) -> None:
-    """Stop the clock, and score the current weights without overlap: a diagnostic, never the result.
+    """Stop the clock and evaluate the current weights on non-overlapping windows: only a diagnostic.
 
     looping: as in `GPT.forward`.
     """
@@ -5344,7 +5351,7 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
         ledger = score_roundtrip(training.model, data.tokens, training.config, clock, looping)
     score = ledger.score(data.bytes_total)
     val_seconds = time.perf_counter() - start
-    # The time of looking does not count as training.
+    # Validation does not count as training time.
     training.started += val_seconds
     training.val_seconds += val_seconds
     train_ms = 1e3 * training.seconds
@@ -5358,7 +5365,7 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
 
 
 def calibration_batches(training: Training) -> Iterator[Batch]:
-    """The training batches that follow the last step, while the clock allows; all ranks get equally many."""
+    """The training batches that follow the last step, while there is time; the same number on all ranks."""
     config = training.config
     machine = training.run.machine
     wanted = config.gptq_calibration_batches
@@ -5367,37 +5374,38 @@ def calibration_batches(training: Training) -> Iterator[Batch]:
         machine.wait()
         before = now
         now = machine.gather(training.seconds)[0]
-        # One more will take as long as the last; of the first one nothing is known. A tenth is to spare.
+        # Assume that the next batch takes as long as the last one, and keep a tenth of the reserve as a
+        # margin. The first batch is always taken, as nothing is known yet.
         ends_at = 2 * now - before + 0.1 * config.gptq_reserve_seconds
         if number > 0 and 0 < config.max_wallclock_seconds < ends_at:
-            training.run.log(f"warning: {number * machine.world_size} calibration batches, expected "
-                             f"GPTQ_CALIBRATION_BATCHES={wanted}; raise GPTQ_RESERVE_SECONDS")
+            training.run.log(f"warning: out of time after {number * machine.world_size} calibration batches, "
+                             f"expected GPTQ_CALIBRATION_BATCHES={wanted}; raise GPTQ_RESERVE_SECONDS")
             return
         yield training.loader.next_batch()
 
 
 # ============================================================================================================
-# main — a table of contents: check, prepare, warm up, train, ship, reload, evaluate, report.
+# main — a run from start to end: check, prepare, warm up, train, ship, reload, evaluate, report.
 # ============================================================================================================
 
 SETTINGS_FILE = "config.env"
 
 
 class Inputs(NamedTuple):
-    """What a run reads, checked before anything is written."""
+    """Everything a run reads, checked before anything is written."""
 
-    directory: Path  # where it will write
-    train_shards: list[Shard]  # none with EVAL_ONLY
+    directory: Path  # where the run will write
+    train_shards: list[Shard]  # empty with EVAL_ONLY
     validation: Validation
     source: bytes  # the script that runs
-    shipped: bytes  # the same script in the form that is counted
+    shipped: bytes  # the same script as it is counted towards ARTIFACT_BYTES_MAX
     hashes: dict[str, str]  # SHA-256 of code, tokenizer, shards and manifest
-    chosen: ChosenOps  # one choice of operations, for training and scoring
-    checkpoint: dict[str, Any]  # of the run that RESUME names
+    chosen: ChosenOps  # the implementations for training and evaluation
+    checkpoint: dict[str, Any]  # of the run that RESUME names; else empty
 
 
 class Trained(NamedTuple):
-    """What summary.json says about training; with EVAL_ONLY there was none."""
+    """What summary.json records about training; zeros with EVAL_ONLY."""
 
     steps: int = 0
     train_seconds: float = 0.0
@@ -5405,22 +5413,22 @@ class Trained(NamedTuple):
 
 
 def main() -> int:
-    """Do what the environment asks for. Exit status 0: finished; 1: an error, told in one message."""
+    """Run what the environment asks for. Exit status 0: finished; 1: an error, reported in one message."""
     if "-h" in sys.argv or "--help" in sys.argv:
         print_help()
         return 0
     run = None
     try:
         if len(sys.argv) > 1:
-            raise ConfigError(f"got {sys.argv[1:]} on the command line, where only --help is read; settings "
-                              "are variables of the environment: SEED=42 python train_gpt.py")  # fmt: skip
+            raise ConfigError(f"got {sys.argv[1:]} on the command line, expected only --help; settings are "
+                              "environment variables: SEED=42 python train_gpt.py")  # fmt: skip
         environ = with_config_of_run(os.environ)
         config = Config.from_env(environ)
         answers = notes_on_environment(environ, config.foreign_names)
         run = Run(this_machine(config, environ))
         for name in ENDING_SIGNALS:
             number: Any = getattr(signal, name, None)  # Windows has only the first two
-            # Whoever started us may ignore a signal for us, as nohup does with SIGHUP.
+            # The parent process may have chosen to ignore a signal, as nohup does with SIGHUP.
             if number is None:
                 continue
             if name in ("SIGTERM", "SIGINT") or signal.getsignal(number) != signal.SIG_IGN:
@@ -5431,16 +5439,16 @@ def main() -> int:
     except (ConfigError, DataError, ArtifactError, FloatingPointError, OSError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
-        message = ("error: out of GPU memory; lower MICRO_BATCH_TOKENS, VAL_BATCH_SIZE or, in test-time "
+        message = ("error: out of GPU memory; lower MICRO_BATCH_TOKENS, VAL_BATCH_SIZE or, for test-time "
                    f"training, TTT_BATCH_SEQS or TTT_BATCH_SIZE ({error})")  # fmt: skip
     except Exception:
-        # The traceback helps to mend an error of ours.
+        # A bug in this script: the traceback helps to fix it.
         message = traceback.format_exc().strip()
-    # What ended the run, and how to continue from what it has saved.
+    # Report what ended the run, and how to continue from what it has saved.
     if run is not None:
-        # A rank whose peer is gone only knows that. The peer itself prints the reason.
+        # All that this rank knows is that a peer is gone. The peer itself prints the reason.
         if re.match("Traceback.*(gloo/|pair closure|DistBackendError)", message, re.DOTALL):
-            message = "ends: another rank has ended or does not answer"
+            message = "stopped: another rank has ended or does not respond"
         if run.machine.world_size > 1:
             message = f"rank {run.machine.rank}: {message}"
         if run.directory is not None:
@@ -5451,18 +5459,18 @@ def main() -> int:
 
 
 def print_help() -> None:
-    """Print the head of this file and every variable."""
+    """Print the docstring of this file and all settings."""
     print_line(__doc__ or "")
-    print_line("Variables, also as KEY=VALUE lines of a file named by CONFIG:\n")
+    print_line("Settings: environment variables, or KEY=VALUE lines in the file named by CONFIG:\n")
     for spec, (name, value) in zip(fields(Config), Config().as_env().items(), strict=True):
         print_line(f"  {f'{name}={value}':<48} {spec.metadata['meaning']} "
                    f"{' | '.join(spec.metadata['among'])}".rstrip())  # fmt: skip
 
 
 def end_with_launcher(environ: Mapping[str, str]) -> None:
-    """Under torchrun, get SIGTERM once it is gone, on Linux.
+    """On Linux, ask for a SIGTERM when torchrun, our parent process, is gone.
 
-    torchrun passes on the signals that it handles. Any other kills it, and the ranks would run on alone.
+    torchrun forwards the signals that it handles. Any other signal kills it, and the ranks would run on.
     """
     if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -5470,22 +5478,22 @@ def end_with_launcher(environ: Mapping[str, str]) -> None:
 
 
 def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """`environ`; if it names no CONFIG, over that of the run which RESUME or EVAL_ONLY names.
+    """`environ`; if it has no CONFIG, on top of the settings of the run that RESUME or EVAL_ONLY names.
 
-    Of an artifact's folder, which may come from anybody, what says where to write is left out.
+    An artifact's folder may come from anybody, so its settings of where to write are ignored.
     """
     named = environ.get("RESUME") or environ.get("EVAL_ONLY")
     if not named or environ.get("CONFIG"):
         return environ
     path = find_path(named)
     if environ.get("RESUME") and not environ.get("EVAL_ONLY") and not path.is_dir():
-        raise ConfigError(f"RESUME={named}: no such directory; name that of a run that was stopped")
+        raise ConfigError(f"RESUME={named}: no such directory; set it to that of a run that was stopped")
     settings = (path if path.is_dir() else path.parent) / SETTINGS_FILE
-    # Beside an artifact that was copied there may be none. Then the defaults hold.
+    # There may be none next to an artifact that was copied. Then the defaults apply.
     if not os.path.lexists(settings):
         return environ
     if not settings.is_file():
-        raise ConfigError(f"{settings}: not an ordinary file; remove it, or name the settings by CONFIG")
+        raise ConfigError(f"{settings}: not an ordinary file; remove it, or set CONFIG to another file")
     if environ.get("RESUME"):
         return {**environ, "CONFIG": str(settings)}
     values = read_config_file(str(settings))
@@ -5495,21 +5503,21 @@ def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def whole_run(config: Config, run: Run, answers: list[str]) -> None:
-    """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds.
+    """Train and ship, unless EVAL_ONLY; then reload the artifact and evaluate exactly what it contains.
 
-    answers: lines for the log, about settings.
+    answers: lines about settings, for the log.
     """
     machine = run.machine
     tokenizer_sha256 = ""
     reading_began = time.perf_counter()
     if config.eval_only:
-        # The artifact defines the model. Other settings in the environment are ignored with a warning.
+        # The artifact defines the model. Settings that disagree with it are ignored with a warning.
         model, about = load_artifact(find_path(config.eval_only))
         tokenizer_sha256 = about.tokenizer_sha256
         for name, value in config.overrides().items():
             its = about.config.get(name, value)
             if its != value:
-                answers.append(f"warning: {name}={value} has no effect: the artifact has {its}")
+                answers.append(f"warning: {name}={value} is ignored: the artifact has {name}={its}")
         config = Config.from_values({**config.as_env(), **about.config})
 
     with run.phase("setup"):
@@ -5521,7 +5529,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
         reading_began = time.perf_counter()
     with run.phase("reload"):
         if not config.eval_only:
-            # Rank 0 wrote it on a disk that other nodes may not see. So it reads the file for all of them.
+            # Rank 0 wrote it to a disk that other nodes may not see, so it reads the file for all of them.
             path = run.path(ARTIFACT)
             data = path.read_bytes() if machine.rank == 0 else b""
             model, about = load_artifact(path, machine.gather(data)[0], is_ours=True)
@@ -5533,26 +5541,26 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
     scores = evaluate(model, config, run, inputs.validation, f"int{config.matrix_bits}")
     summarize(config, run, inputs, trained, about, scores, reloaded - reading_began, compile_seconds)
     if machine.rank == 0:
-        run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run is never resumed
+        run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run cannot be resumed
 
 
 def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
-    """Train, collect Hessians while the clock allows, and write the artifact: rank 0 does, all wait."""
-    with run.phase("setup"):
+    """Train, collect Hessians while there is time, and write the artifact: on rank 0, all others wait."""
+    with run.phase("build_model"):
         training = Training(
             config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes)
     warm_up(training, inputs.checkpoint)
     with run.phase("train"):
         train(training)
-    # Of training alone: how many batches are calibrated with depends on ranks and on the clock.
+    # Before calibration, whose number of batches depends on the clock and on the number of ranks.
     stream_hash = training.stream_hash()
     with run.phase("hessians"):
-        # From here on the EMA is the model: calibrated, shipped and scored.
+        # From here on, the EMA is the model that is calibrated, shipped and evaluated.
         training.optimizer.use_average()
         hessians: Hessians = {}
         if config.gptq:
             hessians = collect_hessians(training.model, calibration_batches(training))
-            run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
+            run.log(f"gptq:collected {len(hessians)} Hessians, {training.seconds:.2f}s since training began")
         validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
         run.log(f"timing_train_loop_ms:{1e3 * training.seconds:.0f}ms "
                 f"timing_val_total_ms:{1e3 * training.val_seconds:.0f}ms\n"
@@ -5562,7 +5570,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
     training.loader.close()
     with run.phase("quantize"):
         if run.machine.rank == 0:
-            # A longer script leaves fewer bytes for weights.
+            # The script and the weights share the limit.
             budget = config.artifact_bytes_max - len(inputs.shipped)
             data, line = write_artifact(training.model, config, hessians, inputs.hashes["tokenizer"], budget)
             keep_artifact(run.path(ARTIFACT), data, config)
@@ -5574,7 +5582,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
 
 
 def save_float(model: GPT, run: Run) -> None:
-    """Write the weights before quantization, too; where that fails, the run goes on."""
+    """Write the unquantized weights, too. If that fails, the run continues."""
     weights = torch_file(model.state_dict())
     try:
         write_whole(run.path("final_model.pt"), weights)
@@ -5584,7 +5592,7 @@ def save_float(model: GPT, run: Run) -> None:
 
 
 def settings_file(config: Config) -> bytes:
-    """A CONFIG that starts such a run again."""
+    """The contents of a CONFIG file that repeats this run."""
     settings = ""
     for name, value in config.as_env().items():
         comment = "# " if name in SETTINGS_OF_A_START else ""
@@ -5593,9 +5601,9 @@ def settings_file(config: Config) -> bytes:
 
 
 def keep_artifact(path: Path, data: bytes, config: Config) -> None:
-    """Write the artifact of a run; where its disk is full, with its settings, to a temporary folder or home.
+    """Write the artifact; if the disk is full, save it with its settings in a temporary folder or in home.
 
-    Raises ConfigError with the command that scores it there, since the run cannot go on.
+    The run cannot continue from there, so this raises ConfigError with the command that evaluates the copy.
     """
     try:
         write_whole(path, data)
@@ -5609,18 +5617,18 @@ def keep_artifact(path: Path, data: bytes, config: Config) -> None:
                 continue
             kept = shlex.quote(str(spare))
             command = f"RUNS_DIR={kept} EVAL_ONLY={kept}/{path.name} python {shlex.quote(sys.argv[0])}"
-            raise ConfigError(f"{error}. The artifact and its settings are kept in {kept}; this scores it: "
-                              f"{command}") from error  # fmt: skip
+            raise ConfigError(f"{error}. The artifact and its settings were saved in {kept}; to evaluate it, "
+                              f"run: {command}") from error  # fmt: skip
         raise
 
 
 def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
-    """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together.
+    """Check within seconds what a user can get wrong, before anything is written. All ranks call it together.
 
     tokenizer_sha256: of the artifact that EVAL_ONLY names. Raises ConfigError, DataError, ArtifactError.
     """
     machine = run.machine
-    # The headers of all shards; the ids of validation and of the first training shard.
+    # This reads the headers of all shards, but the tokens only of validation and the first training shard.
     folder = find_path(config.data_path)
     pattern = glob.escape(str(folder))
     train_shards = [] if config.eval_only else open_shards(f"{pattern}/fineweb_train_[0-9]*.bin")
@@ -5628,10 +5636,10 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
 
     manifest = read_manifest(folder)
 
-    # One tokenizer made the shards, the artifact and the bytes that are counted. It has VOCAB_SIZE pieces.
+    # Shards, artifact and byte counts must come from the same tokenizer, with VOCAB_SIZE pieces.
     load_tokenizer(config)
     source = Path(__file__).read_bytes()
-    # Names and sizes stand for gigabytes of shards, which take minutes to hash.
+    # Hashing gigabytes of shards would take minutes, so hash their names and sizes.
     listing = {shard.path.name: shard.tokens for shard in (*train_shards, *val_shards)}
     manifest_file = folder / "manifest.json"
     read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
@@ -5643,15 +5651,15 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     made_by = manifest.tokenizer_sha256
     for maker, expected in ((manifest_file, made_by), ("EVAL_ONLY's artifact", tokenizer_sha256)):
         if expected not in ("", hashes["tokenizer"]):
-            raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: sha256 {hashes['tokenizer']}, expected "
-                            f"{expected} by {maker}; name that tokenizer")  # fmt: skip
+            raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: has sha256 {hashes['tokenizer']}, but "
+                            f"{maker} expects {expected}; use that tokenizer")  # fmt: skip
 
     for shard in (val_shards[0], *train_shards[:1]):
         check_first_token(shard, read_tokens(shard, config.vocab_size))
     validation = read_validation(val_shards, config)
     check_text(validation.tokens, config, manifest)
 
-    # The ranks do the same, a resumed run goes on with the same, and the batch and the model have room.
+    # All ranks must agree.
     mine = {**config.as_env(), **hashes, "torch": torch.__version__, "dtype": machine.dtype}
     for rank, theirs in enumerate(machine.gather(mine)):
         for name, value in mine.items():
@@ -5662,7 +5670,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     shipped = with_settings(shipped_code(source), config)
     if train_shards:
         check_memory(config, machine)
-        next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
+        next(shard_visits(config, train_shards, 0))  # DataError if no shard holds a whole sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
     return Inputs(
         choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
@@ -5670,24 +5678,24 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
 
 
 def check_first_token(shard: Shard, tokens: Array) -> None:
-    """DataError if a split does not begin with a document, as its first shard must; later ones may not."""
+    """DataError if the first shard of a split does not begin with a document. Later shards need not."""
     if tokens[0] == BOS_ID:
         return
     begins = np.flatnonzero(tokens == BOS_ID)
     if len(begins) == 0:
-        raise DataError(f"{shard.path}: begins with id {tokens[0]} and has no BOS={BOS_ID} anywhere, "
-                        "expected one before each document; export it again, with BOS as id 1")  # fmt: skip
+        raise DataError(f"{shard.path}: begins with id {tokens[0]} and has no BOS={BOS_ID} at all, expected "
+                        "one before each document; export it again, with 1 as the id of BOS")  # fmt: skip
     raise DataError(
-        f"{shard.path}: begins inside a document, with id {tokens[0]}, expected BOS={BOS_ID} in the first "
-        "shard of a split. Is it a later shard, copied alone? Put the shards before it beside it, numbered "
-        f"from 000000, or drop the {begins[0]} ids before its first document")
+        f"{shard.path}: begins inside a document, with id {tokens[0]}, expected BOS={BOS_ID} at the start of "
+        "the first shard. Is it a later shard, copied alone? Add the shards before it, numbered from 000000, "
+        f"or drop the {begins[0]} ids before its first document")
 
 
 def check_memory(c: Config, machine: Machine) -> None:
-    """ConfigError for a micro-batch that the memory of this rank's device cannot hold.
+    """ConfigError if a micro-batch cannot fit into the memory of this rank's device.
 
-    The estimate is a lower bound: of what the backward pass reads, the logits, the hidden values of the
-    MLPs, and on a CPU one mask of attention.
+    The estimate is a lower bound. It counts the logits, the hidden activations of the MLPs and, on a CPU, one
+    attention mask.
     """
     tokens = c.train_batch_tokens // machine.world_size // micro_steps_per_step(c, machine.world_size)
     values = c.vocab_size + c.num_layers * c.mlp_dim
@@ -5701,90 +5709,92 @@ def check_memory(c: Config, machine: Machine) -> None:
     needed_bytes = machine.dtype.itemsize * tokens * values
     if needed_bytes > memory_bytes:
         raise ConfigError(
-            f"TRAIN_SEQ_LEN={c.train_seq_len} MICRO_BATCH_TOKENS={c.micro_batch_tokens}: {tokens} "
-            f"tokens at once need {needed_bytes >> 20} MiB at least, this device has {memory_bytes >> 20} "
-            "MiB; lower MICRO_BATCH_TOKENS, or both")
+            f"TRAIN_SEQ_LEN={c.train_seq_len} MICRO_BATCH_TOKENS={c.micro_batch_tokens}: a micro-batch of "
+            f"{tokens} tokens takes at least {needed_bytes >> 20} MiB, but this device has "
+            f"{memory_bytes >> 20} MiB; lower MICRO_BATCH_TOKENS, or both")
 
 
 def check_manifest(path: Path, manifest: Manifest, tokens_of: Mapping[str, int]) -> None:
-    """DataError if a manifest lists other shards than are there.
+    """DataError if the shards and their sizes differ from those in the manifest.
 
-    tokens_of: tokens of each of them. data/fineweb.py --verify compares contents, in minutes.
+    tokens_of: the tokens of each shard, by file name. data/fineweb.py --verify compares contents, which takes
+    minutes.
     """
-    # Sidecars are checked with the bytes that they count.
+    # `token_bytes` checks the sidecars.
     odd = {name for name, _ in manifest.files.items() ^ tokens_of.items() if "_val_bytes_" not in name}
     if manifest.files and odd:
-        raise DataError(f"{path}: differs from the manifest: {', '.join(sorted(odd))}. Fetch the data "
-                        "again, or remove foreign files")  # fmt: skip
+        raise DataError(f"{path}: these files differ from the manifest: {', '.join(sorted(odd))}. Fetch the "
+                        "data again, or remove foreign files")  # fmt: skip
 
 
 def read_validation(shards: list[Shard], config: Config) -> Validation:
-    """The text to score, and its bytes. DataError if it has none, or others than the manifest has audited."""
+    """Read the validation data. DataError if it has no bytes, or not as many as the manifest audited."""
     folder = find_path(config.data_path)
     tokens = np.concatenate([read_tokens(shard, config.vocab_size) for shard in shards])
     bytes_total = int(token_bytes(tokens, config).sum())
     manifest = read_manifest(folder)
     if manifest.audited_bytes not in (None, bytes_total):
-        raise DataError(f"DATA_PATH={folder}: the bytes of validation are {bytes_total}, manifest.json has "
-                        f"audited {manifest.audited_bytes}; get the data again, see data/README.md")
+        raise DataError(f"DATA_PATH={folder}: validation has {bytes_total} bytes, but manifest.json audited "
+                        f"{manifest.audited_bytes}; get the data again, see data/README.md")
     official = official_name(separate_pairs(tokens, manifest.fused), bytes_total, config.vocab_size)
     mark = ""
     if config.val_tokens_limit:
-        tokens = tokens[: config.val_tokens_limit + 1]  # so many targets: one token more
+        tokens = tokens[: config.val_tokens_limit + 1]  # N targets take N + 1 tokens
         bytes_total = int(token_bytes(tokens, config).sum())
         mark = " comparable:0"
     if bytes_total == 0:
-        raise DataError(f"{shards[0].path.parent}: {len(tokens)} validation tokens have no bytes")
+        raise DataError(f"{shards[0].path.parent}: {len(tokens)} validation tokens have no bytes; get the "
+                        "data again, or raise VAL_TOKENS_LIMIT if it is set")  # fmt: skip
     return Validation(tokens, bytes_total, mark, official, manifest.audited_bytes)
 
 
-def refuse_links(directory: Path) -> None:
-    """ConfigError if a file of a run to be resumed leads elsewhere: the run would write there."""
+def reject_links(directory: Path) -> None:
+    """ConfigError if a file in the directory to be resumed is a link: the run would write to its target."""
     for entry in os.scandir(directory):
         found = entry.stat(follow_symlinks=False)
         is_file = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
         if not is_file and not stat.S_ISDIR(found.st_mode):
             raise ConfigError(
-                f"RESUME={directory}: {entry.name} is a link, a file with several names, or not a file; a "
-                "run writes to its files, so they must be its own: put a copy in its place, or remove it")
+                f"RESUME={directory}: {entry.name} is a link, has several names, or is not a file, but a run "
+                "only writes to files of its own; replace it by a copy, or remove it")
 
 
 def choose_directory(config: Config, machine: Machine) -> Path:
-    """Where the run will write, the same on all ranks; nothing is made yet. ConfigError."""
+    """Choose the run directory, the same on all ranks, without creating it. ConfigError if it is unusable."""
     if config.resume:
         directory = find_path(config.resume)
-        refuse_links(directory)
+        reject_links(directory)
         return directory
-    # Clocks of machines differ: rank 0 decides on a name made of the time.
+    # The name contains the time and machines have different clocks, so rank 0 chooses it.
     name = config.run_id or time.strftime(f"%Y%m%d-%H%M%S-seed{config.seed}")
     directory = Path(machine.gather(f"{config.runs_dir}/{name}")[0])
     if machine.rank == 0:
         if os.path.lexists(directory):
             raise ConfigError(f"RUN_ID={name}: {directory} exists, and nothing is overwritten; set another "
-                              f"RUN_ID, or, if it holds a {CHECKPOINT}, RESUME={shlex.quote(str(directory))}")
-        # Logs and the nats of documents; two checkpoints, since the new one is written beside the old one,
-        # with at most 16 bytes a weight.
+                              f"RUN_ID or, if it has a {CHECKPOINT}, RESUME={shlex.quote(str(directory))}")
+        # Room for logs and nats, and for two checkpoints of at most 16 bytes per parameter: the new one is
+        # written before the old one goes.
         needed_bytes = 1 << 20
         if not config.eval_only:
             needed_bytes += config.artifact_bytes_max + 2 * 16 * count_parameters(config)
         place = next(folder for folder in directory.absolute().parents if folder.exists())
         if not place.is_dir():
-            raise ConfigError(f"{place}: a run needs a folder to write to, and this is a file: set RUNS_DIR")
+            raise ConfigError(f"{place}: a run writes to a folder, but this is a file; set RUNS_DIR")
         free_bytes = shutil.disk_usage(place).free
         if free_bytes < needed_bytes:
-            raise ConfigError(f"{place}: {free_bytes >> 20} MiB are free, a run needs "
-                              f"{needed_bytes >> 20} MiB; make room or set RUNS_DIR")  # fmt: skip
+            raise ConfigError(f"{place}: {free_bytes >> 20} MiB are free, but a run takes up to "
+                              f"{needed_bytes >> 20} MiB; free some space or set RUNS_DIR")  # fmt: skip
     return directory
 
 
 def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> None:
-    """Make the run directory, or reopen RESUME's, and begin its log in upstream's words.
+    """Create the run directory, or reopen that of RESUME, and start its log in upstream's format.
 
-    All ranks call it together. answers: lines for the log, about settings.
+    All ranks call it together. answers: lines about settings, for the log.
     """
     machine = run.machine
     if machine.rank == 0 and not config.resume:
-        inputs.directory.mkdir(parents=True)  # fails where another run was faster: nothing is overwritten
+        inputs.directory.mkdir(parents=True)  # fails if another run has just created it
     machine.gather(None)
     run.directory = inputs.directory
     if machine.rank == 0:
@@ -5794,11 +5804,11 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
         write_whole(run.path(SETTINGS_FILE), settings_file(config))
     data = inputs.validation
     folder = find_path(config.data_path)
-    # Who looks at the console of another node would else search there for what rank 0 writes.
+    # Tell the consoles of other nodes where rank 0 writes.
     nodes = machine.gather((platform.node(), os.environ.get("GROUP_RANK")))
     if nodes.index(nodes[machine.rank]) == machine.rank != 0:
-        print_line(f"rank {machine.rank} on {platform.node()}: rank 0, on {nodes[0][0]}, writes the run, to "
-                   f"{run.directory} there; here only traces are written")  # fmt: skip
+        print_line(f"rank {machine.rank} on {platform.node()}: only traces are written here; rank 0 writes "
+                   f"the run to {run.directory} on {nodes[0][0]}")  # fmt: skip
     if len(set(nodes)) > 1:
         answers = [f"nodes:{len(set(nodes))} written by rank 0 on {nodes[0][0]}: "
                    f"{inputs.directory.absolute()}", *answers]
@@ -5818,8 +5828,7 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
-        f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then scores of "
-        f"{len(data.tokens) - 1} targets, {config.max_eval_seconds:g}s; quick: TTT_ENABLED=0 EVAL_STRIDE=0",
+        plan_line(config, len(data.tokens) - 1),
         f"seed:{config.seed}",
         f"train_io:prefetch:{config.train_prefetch} "
         f"copy_stream:{config.train_copy_stream and machine.on_gpu} "
@@ -5833,8 +5842,22 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
         run.log(line)
 
 
+def plan_line(config: Config, targets: int) -> str:
+    """How long this run will take at most, and how to make it shorter: one line for the log."""
+    line = "plan: "
+    if not config.eval_only:
+        time_limit = f" or {config.max_wallclock_seconds:g} s" if config.max_wallclock_seconds else ""
+        line += f"{config.iterations:,} steps{time_limit}, then "
+    line += f"evaluate {targets:,} tokens"
+    if config.ttt_enabled and config.max_eval_seconds:  # without test-time training there is no time limit
+        line += f" (≤{config.max_eval_seconds:g} s)"
+    shortcuts = ["TTT_ENABLED=0"] if config.ttt_enabled else []
+    shortcuts += ["EVAL_STRIDE=0"] if config.eval_stride else []
+    return f"{line}. Faster: {' '.join(shortcuts)}" if shortcuts else line
+
+
 def log_limit(run: Run, name: str, value: float, limit: float) -> dict[str, Any]:
-    """Print whether a limit was kept; 0: there is none. Returns what summary.json says of it."""
+    """Log whether a limit was kept; 0: there is none. Returns its entry in summary.json."""
     is_kept = limit == 0 or value <= limit
     verdict = f" of {limit:.10g} {'ok' if is_kept else 'EXCEEDED'}" if limit else ", no limit"
     run.log(f"limit:{name} {value:.10g}{verdict}")
@@ -5845,10 +5868,10 @@ def summarize(
     config: Config, run: Run, inputs: Inputs, trained: Trained, about: About, scores: dict[str, Score],
     reload_seconds: float, compile_seconds: float,
 ) -> None:  # fmt: skip
-    """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it.
+    """Log sizes, limits and results, and write them to summary.json. All ranks call it together.
 
-    reload_seconds: from reading the artifact until its model was ready. compile_seconds: from then until its
-    first score began.
+    reload_seconds: from reading the artifact until its model was ready. compile_seconds: from then until the
+    first evaluation began.
     """
     machine = run.machine
     code_bytes = len(inputs.shipped)
@@ -5857,13 +5880,13 @@ def summarize(
             f"Serialized model int{config.matrix_bits}+rans: {about.bytes} bytes\n"
             f"Total submission size int{config.matrix_bits}+rans: {total_bytes} bytes")
 
-    scoring_seconds = run.phases[f"eval_{next(iter(scores))}"]  # of the score that ranks
+    scoring_seconds = run.phases[f"eval_{next(iter(scores))}"]  # of the headline metric
     limits = {
         "train_seconds": log_limit(run, "train_seconds", trained.train_seconds, config.max_wallclock_seconds),
         "eval_seconds": log_limit(run, "eval_seconds", scoring_seconds, config.max_eval_seconds),
         "artifact_bytes": log_limit(run, "artifact_bytes", total_bytes, config.artifact_bytes_max),
     }
-    # Whether the limit is meant for scoring alone, or for all from the artifact on, is contested.
+    # It is disputed whether the limit applies to scoring alone or to everything after reading the artifact.
     from_artifact_seconds = reload_seconds + compile_seconds + scoring_seconds
     run.log(f"eval_clock: scoring {scoring_seconds:.2f} s, from reading the artifact "
             f"{from_artifact_seconds:.2f} s (reload {reload_seconds:.2f} s, "
@@ -5916,4 +5939,4 @@ def summarize(
 
 
 if __name__ == "__main__":
-    os._exit(main())  # peers may wait in a collective that this rank never joins
+    os._exit(main())  # a normal exit could hang: peers may wait in a collective that this rank never joins

@@ -336,7 +336,7 @@ def test_the_bytes_that_the_manifest_has_audited_are_compared(key: str, tmp_path
             assert data.read(VAL_TOKENS_LIMIT=50).bytes_total < right
             continue
         for changes in ({}, {"VAL_TOKENS_LIMIT": 50}):  # all of it is compared, however much is scored
-            with pytest.raises(DataError, match=f"bytes of validation are {right}.*audited {audited}"):
+            with pytest.raises(DataError, match=f" {right} bytes.* audited {audited}"):
                 data.read(**changes)
 
 
