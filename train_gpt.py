@@ -3813,7 +3813,7 @@ class DocumentAdapters:
         return self.used_BP
 
     def added_logits(self, hidden_BTD: Tensor) -> Tensor | None:
-        """The logits (N, V) that the head's adapters add, for the first documents; None without a head."""
+        """The logits (N, V) that the head's adapters add, for the first documents; None without adapters."""
         c = self.config
         if "head" not in c.lora_targets:
             return None
