@@ -230,7 +230,7 @@ def test_noise_in_a_checkpoint_is_refused_when_it_is_read(copy: Path, lab: Lab) 
     middle = len(content) // 2
     content[middle : middle + 200] = random.Random(6).randbytes(200)
     path.write_bytes(content)
-    refused(lab, copy, f"RESUME: {path} cannot be read (damaged: ", "another checksum", "copy it again")
+    refused(lab, copy, f"RESUME: {path} cannot be read (damaged: ", "checksum", "copy it again")
 
 
 def link_to(target: Path) -> Callable[[Path], None]:
@@ -490,7 +490,7 @@ def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path,
         scripts[-1].write_bytes(SCRIPT.read_bytes() + f"# {number}\n".encode())
     first, second, third = (hashlib.sha256(script.read_bytes()).hexdigest() for script in scripts)
     _, other, another = scripts
-    refused(lab, copy, f"code is {second}, it was {first}", "RESUME_OTHER_CODE=1", script=other)
+    refused(lab, copy, f"code is {second}", first, "RESUME_OTHER_CODE=1", script=other)
     # Other code, and nothing else: settings must be those of the run.
     refused(lab, copy, "MATRIX_LR is 0.5", script=other, RESUME_OTHER_CODE=1, MATRIX_LR=0.5)
     stopped_again = stop_at(lab, 5, script=other, RESUME=copy, RESUME_OTHER_CODE=1)
