@@ -3122,108 +3122,109 @@ class Loader:
 
 
 # ============================================================================================================
-# EVALUATION — every target is scored once, before anything learns from it; a ledger enforces it.
+# EVALUATION — every target is scored once, before anything trains on it; a ledger enforces this.
 # ============================================================================================================
 
 
 class Score(NamedTuple):
-    """The result of one way to score a text."""
+    """The result of one evaluation method."""
 
     nats: float  # mean over targets
     bits_per_byte: float
     scored_tokens: int
     bytes: int
-    learned_tokens: int = 0  # targets of the chunks or documents that something was learned from
+    learned_tokens: int = 0  # targets in the chunks or documents that test-time training trained on
 
 
 class Validation(NamedTuple):
-    """The text to score."""
+    """The validation data."""
 
     tokens: Array  # uint16
-    bytes_total: int  # of all its targets
-    mark: str  # ends every result's line: " comparable:0" where VAL_TOKENS_LIMIT left targets out
-    official: str = ""  # of which OFFICIAL_VALIDATION these are the tokens; empty: of none
-    audited_bytes: int | None = None  # of all validation text, by its manifest
+    bytes_total: int  # of all targets
+    mark: str  # ends every result line: " comparable:0" if VAL_TOKENS_LIMIT left targets out
+    official: str = ""  # the key of OFFICIAL_VALIDATION that these tokens match; empty: none
+    audited_bytes: int | None = None  # of the whole validation set, according to its manifest
 
 
 class Ledger:
-    """Nats of every target of a token stream, in fp64, each written once. Target i is token i + 1."""
+    """The nats of every target of a token stream, in fp64, each written once. Target i is token i + 1."""
 
     def __init__(self, tokens: Array | Tensor) -> None:
         self._tokens = np.array(tokens)
         self._nats = np.full(len(tokens) - 1, np.nan)  # NaN: not scored yet
         self.scored = 0  # targets
-        self.scored_nats = 0.0  # their sum so far, for a line of progress; `score` adds up all of them anew
+        self.scored_nats = 0.0  # running sum for the progress lines; `score` sums all targets again
         self.nats = self._nats.view()
         self.nats.flags.writeable = False
 
     def record(self, start: int, nats: Array) -> None:
-        """Write the scores of some targets, from `start` on. Only this method writes, in any order.
+        """Write the nats of the targets from `start` on. Only this method writes them, in any order.
 
-        Raises ValueError for a target that has a score, FloatingPointError for a score that is not finite.
+        Raises ValueError for a target that already has a score, FloatingPointError for nats that are not
+        finite.
         """
         stop = start + len(nats)
         if start < 0 or stop > len(self.nats):
-            raise ValueError(f"got targets {start}..{stop}, expected none beyond {len(self.nats)}")
+            raise ValueError(f"got targets {start}..{stop}, expected them within 0..{len(self.nats)}")
         unscored = np.isnan(self.nats[start:stop])
         if not unscored.all():
-            raise ValueError(f"got targets {start}..{stop}, but target {start + int(unscored.argmin())} has "
-                             "its score: each is scored once")
+            raise ValueError(f"got targets {start}..{stop}, but target {start + int(unscored.argmin())} "
+                             "already has a score: each is scored once")
         finite = np.isfinite(nats)
         if not finite.all():
             raise FloatingPointError(
-                f"target {start + int(finite.argmin())} has a loss that is not finite: the weights diverged. "
-                "If the round trip fails, lower the learning rates of training; else lower TTT_LORA_LR "
-                "or TTT_LR")
+                f"the loss of target {start + int(finite.argmin())} is not finite: the weights diverged. If "
+                "this happens in the round-trip evaluation, lower the learning rates of training; otherwise "
+                "lower TTT_LORA_LR or TTT_LR")
         self._nats[start:stop] = nats
         self.scored += len(nats)
         self.scored_nats += float(nats.sum())
 
     def scored_tokens(self, start: int, stop: int) -> Array:
-        """Tokens start .. stop, the only source of training tokens. ValueError if one is not scored yet."""
-        # Token i + 1 is target i. Token 0 is no target.
+        """Tokens start..stop, the only source of training tokens. ValueError if one is not scored yet."""
+        # Token i + 1 is target i. Token 0 is not a target.
         scored = np.isfinite(self.nats[max(start - 1, 0) : max(stop - 1, 0)])
         if start < 0 or stop > len(self._tokens) or not scored.all():
-            raise ValueError(f"tokens {start}..{stop} are not all scored: nothing may learn from them yet")
+            raise ValueError(f"tokens {start}..{stop} are not all scored, so nothing may train on them yet")
         return self._tokens[start:stop].copy()
 
     def score(self, bytes_total: int) -> Score:
-        """The result, for text of so many bytes. ValueError if a target was never scored."""
+        """The result for data of `bytes_total` bytes. ValueError if a target was never scored."""
         missing = len(self.nats) - self.scored
         if missing:
             first = int(np.isnan(self.nats).argmax())
-            raise ValueError(f"{missing} targets were never scored, the first is {first}")
+            raise ValueError(f"{missing} targets were never scored; the first of them is {first}")
         nats = float(self.nats.sum())
         return Score(nats / self.scored, nats / math.log(2) / bytes_total, self.scored, bytes_total)
 
 
-# --- bytes of text ---
+# --- bytes per token ---
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The SentencePiece model of TOKENIZER_PATH. DataError if there is none, or one of another size."""
+    """Load the SentencePiece model at TOKENIZER_PATH. DataError if it is missing or does not fit."""
     import sentencepiece
 
     path = find_path(config.tokenizer_path)
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name the "
+        raise DataError(f"TOKENIZER_PATH={path}: not a SentencePiece model ({error}); set it to the "
                         "tokenizer of the shards, see data/README.md") from error  # fmt: skip
     if pieces.vocab_size() != config.vocab_size:
-        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
-                        f"{config.vocab_size}; set both as manifest.json says")
+        raise DataError(f"TOKENIZER_PATH={path}: has {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
+                        f"{config.vocab_size}; set both to match manifest.json")
     if pieces.bos_id() != BOS_ID:
-        raise DataError(f"TOKENIZER_PATH={path}: BOS is its id {pieces.bos_id()}, expected {BOS_ID}; train "
-                        "it with pad, bos, eos, unk = 0, 1, 2, 3")  # fmt: skip
+        raise DataError(f"TOKENIZER_PATH={path}: BOS has id {pieces.bos_id()}, expected {BOS_ID}; train the "
+                        "tokenizer with pad, bos, eos, unk = 0, 1, 2, 3")  # fmt: skip
     return pieces
 
 
 def piece_bytes(pieces: Any, size: int) -> tuple[Array, Array, Array]:
-    """For each of `size` ids: bytes of its piece, whether a space comes before them, whether it is text.
+    """For each of `size` ids: the bytes of its piece, whether a space precedes them, whether it is text.
 
-    "▁" stands for a space wherever it is: "▁the" has three bytes and a space before them, "▁▁▁" two and
-    one before them, "for▁" four.
+    "▁" means a space, and only a leading one is counted separately: "▁the" has three bytes and a space before
+    them, "▁▁▁" has two bytes and a space before them, "for▁" has four bytes.
     """
     lengths = np.zeros(size, np.int64)
     spaced = np.zeros(size, bool)
@@ -3241,21 +3242,22 @@ def piece_bytes(pieces: Any, size: int) -> tuple[Array, Array, Array]:
     return lengths, spaced, is_text
 
 
-CASE_MARK = "\ue001"  # a piece of every CaseOps tokenizer: it capitalises the next word, and is no text
+CASE_MARK = "\ue001"  # a piece of every CaseOps tokenizer: it capitalizes the next word and is not text
 
 
 def has_byte_sidecar(config: Config) -> bool:
-    """Whether the shards have files with the bytes of each validation token."""
+    """Whether the shards come with files that hold the number of bytes of each validation token."""
     folder = glob.escape(str(find_path(config.data_path)))
     return bool(glob.glob(f"{folder}/fineweb_val_bytes_[0-9]*.bin"))
 
 
 def token_bytes(tokens: Array, config: Config) -> Array:
-    """Bytes of text of each target: from the byte sidecar of the shards, else from the pieces.
+    """Bytes of text of each target: from the byte sidecar if the shards have one, else from the pieces.
 
-    A sidecar counts the original text, and CaseOps data (PR #1729) need one. Without it the text is what
-    SentencePiece decodes. DataError if the sidecar has not one count for each token, for a tokenizer without
-    a lone space (it over-counts, issue #897), and for an unknown character, whose bytes are lost.
+    A sidecar counts the bytes of the original text; CaseOps data (PR #1729) must have one. Without a sidecar,
+    the text is what SentencePiece decodes. DataError if a sidecar does not have one count per token, for a
+    tokenizer without a piece for a lone space (it over-counts, issue #897), and for an unknown character,
+    whose bytes are lost.
     """
     pieces = load_tokenizer(config)
     folder = glob.escape(str(find_path(config.data_path)))
@@ -3265,15 +3267,17 @@ def token_bytes(tokens: Array, config: Config) -> Array:
         expected = [shard.tokens for shard in open_shards(f"{folder}/fineweb_val_[0-9]*.bin")]
         if found != expected:
             raise DataError(f"DATA_PATH={folder}: fineweb_val_bytes_*.bin hold {found} counts, expected one "
-                            f"for each of {expected} tokens; get the data again, see data/README.md")
+                            f"per token, {expected}; get the data again, see data/README.md")
         counts = np.concatenate([read_tokens(sidecar) for sidecar in sidecars])
         return counts[1 : len(tokens)].astype(np.int64)
 
     if pieces.piece_to_id(CASE_MARK) != pieces.unk_id():
-        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: has CaseOps marks, which are no text, and "
-                        f"DATA_PATH={folder} no fineweb_val_bytes_*.bin; get the data again, see data/")
+        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: has CaseOps marks, which are not text, but "
+                        f"DATA_PATH={folder} has no fineweb_val_bytes_*.bin to count bytes; get the data "
+                        "again, see data/README.md")
     if pieces.piece_to_id("▁") == pieces.unk_id():
-        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: expected a lone space among its pieces")
+        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: expected a piece for a lone space, found "
+                        "none; use a tokenizer that has one")
     targets = tokens[1:]
     unknown = np.flatnonzero(targets == pieces.unk_id())
     if len(unknown):
@@ -3281,37 +3285,38 @@ def token_bytes(tokens: Array, config: Config) -> Array:
                         f"TOKENIZER_PATH={config.tokenizer_path} has no piece for, so its bytes are unknown; "
                         "use a tokenizer with byte fallback")
     lengths, spaced, is_text = piece_bytes(pieces, config.vocab_size)
-    # A leading space is a byte. At the beginning of a document, after an id that is not text, most tokenizers
-    # drop it when they decode; one that changes no white space keeps it.
+    # A leading space is one byte. At the start of a document, after an id that is not text, most tokenizers
+    # drop it when they decode; one that leaves white space alone keeps it.
     keeps_first = pieces.decode([pieces.piece_to_id("▁")]) == " "
     return lengths[targets] + (spaced[targets] & (is_text[tokens[:-1]] | keeps_first))
 
 
-# --- whether tokens, tokenizer and bytes belong together ---
+# --- do tokens, tokenizer and byte counts match? ---
 
-# Of so many documents, in at most so many tokens, the text is decoded before a run: a second of work.
+# Before a run, the first documents are decoded and encoded again, which takes about a second. An id "comes
+# back" if this reproduces it.
 CHECKED_DOCUMENTS = 1000
 CHECKED_TOKENS = 2_000_000
-CUT_TOKENS = 4  # at either end of a document: if it was cut there, they need not come back
-NEIGHBORS = 4  # on each side: with a foreign tokenizer many single ids come back, but hardly any in a row
-FEW_IDS = 200  # of fewer the share says little
-LEAST_SHARE = 0.95  # of the ids that come back; with the tokenizer that made them nearly all do
-LEAST_SINGLE_SHARE = 0.97  # where documents are short: up to 96% come back with a foreign tokenizer
+CUT_TOKENS = 4  # ignored at each end of a document: where it was cut, ids need not come back
+NEIGHBORS = 4  # on each side: with the wrong tokenizer many single ids come back, but hardly any in a row
+FEW_IDS = 200  # with fewer, the share is too noisy
+LEAST_SHARE = 0.95  # of the ids must come back; with the right tokenizer nearly all do
+LEAST_SINGLE_SHARE = 0.97  # the same for short documents: with the wrong tokenizer up to 96% come back
 
 
 class OfficialText(NamedTuple):
-    """The challenge's validation text in one tokenizer, by what is known of it; None: that is not known."""
+    """What is known about the challenge's validation set in one tokenizer; None: not known."""
 
     pieces: int  # of the tokenizer
     documents: int
     bytes: int
     targets: int | None
-    sha256: str | None  # of the first FINGERPRINT_TOKENS ids, as little-endian uint16
+    sha256: str | None  # of the first FINGERPRINT_TOKENS ids as little-endian uint16
 
 
 FINGERPRINT_TOKENS = 500_000
-# Counted from the challenge's public logs and shards. The bytes are those of the text as its tokenizers
-# normalize it; CaseOps has a sidecar, which counts the text itself.
+# Taken from the challenge's public logs and shards. The bytes are those of the text after the tokenizer has
+# normalized it, except for CaseOps, whose sidecar counts the original text.
 OFFICIAL_VALIDATION = {
     "sp1024": OfficialText(1024, 50_000, 151_080_891, 62_021_845,
                            "0f81cdf702a26f57c8013c8c8e469c2c01c5a42911cf44cbe791fef323e41bc5"),
@@ -3323,7 +3328,7 @@ OFFICIAL_VALIDATION = {
 
 
 def official_name(tokens: Array, bytes_total: int, vocab_size: int) -> str:
-    """Which of OFFICIAL_VALIDATION these tokens are, all of them and with as many bytes; empty: none."""
+    """The key of OFFICIAL_VALIDATION that these tokens and bytes match in full; empty: none."""
     found = OfficialText(
         pieces=vocab_size,
         documents=int(np.count_nonzero(tokens == BOS_ID)),
@@ -3339,10 +3344,10 @@ def official_name(tokens: Array, bytes_total: int, vocab_size: int) -> str:
 
 
 def check_text(tokens: Array, config: Config, manifest: Manifest) -> None:
-    """Hold validation against its tokenizer: the first documents, 1,000 or all. DataError.
+    """Check the first 1,000 validation documents against the tokenizer and the byte counts. DataError.
 
-    With another tokenizer of the same size, or bytes that are not those of the text, scores mean nothing, and
-    nothing else would show it. tokens: 1-D ids, BOS before each document.
+    With another tokenizer of the same size, or with byte counts of another text, the scores are meaningless,
+    and nothing else would reveal it. tokens: 1-D ids, BOS before each document.
     """
     pieces = load_tokenizer(config)
     tokens = tokens[: CHECKED_TOKENS + 1]
@@ -3353,39 +3358,40 @@ def check_text(tokens: Array, config: Config, manifest: Manifest) -> None:
     found = first_documents(separate_pairs(tokens, manifest.fused), pieces)
     documents = [document.ids for document in found]
     texts = pieces.decode([ids.tolist() for ids in documents])
-    for (begin, ids, begins_inside), text in zip(found, texts, strict=True):
+    for (begin, ids, cut_at_start), text in zip(found, texts, strict=True):
         counted = counts[begin : begin + len(ids)]
-        # Of a cut beginning nothing follows: the decoder drops a space there that is one of the text.
-        if not has_sidecar and not begins_inside and counted.sum() != len(text.encode()):
+        # A document cut at its start cannot be checked: the decoder drops a space there that is part of the
+        # text.
+        if not has_sidecar and not cut_at_start and counted.sum() != len(text.encode()):
             at = first_miscounted(ids.tolist(), counted, pieces)
             raise DataError(
-                f"TOKENIZER_PATH={config.tokenizer_path}: the decoded text of the validation document at "
-                f"token {begin} has {len(text.encode())} bytes, {counted.sum()} are counted; they part at "
+                f"TOKENIZER_PATH={config.tokenizer_path}: the validation document at token {begin} decodes "
+                f"to {len(text.encode())} bytes, but {counted.sum()} are counted; the first difference is at "
                 f"its token {at}, piece {pieces.id_to_piece(int(ids[at]))!r}, counted as {counted[at]}. Bits "
-                "per byte would be wrong: use another tokenizer, or give the data a byte sidecar "
+                "per byte would be wrong: use another tokenizer, or add a byte sidecar to the data "
                 "(data/README.md)")
     share, least = share_that_comes_back(documents, pieces.encode(texts), pieces)
     if share < least:
         raise DataError(
             f"TOKENIZER_PATH={config.tokenizer_path}: only {share:.1%} of the ids of {len(documents)} "
-            f"validation documents come back when they are decoded and encoded again, expected {least:.0%}; "
-            f"name the tokenizer that made the shards of DATA_PATH={config.data_path}. If "
-            "their ids were rewritten afterwards, as data/fuse.py does, keep the manifest.json that says how")
+            f"validation documents come back when decoded and encoded again, expected {least:.0%}; set it to "
+            f"the tokenizer that made the shards in DATA_PATH={config.data_path}. If the ids were rewritten "
+            "afterwards, as data/fuse.py does, keep the manifest.json that describes it")
 
 
 class CheckedDocument(NamedTuple):
-    """A document of the validation text, without BOS and what may be left of a character at either end."""
+    """A validation document without BOS and without incomplete characters at either end."""
 
-    begin: int  # the token, BOS, at which it begins
+    begin: int  # the position of its BOS
     ids: Array
-    begins_inside: bool  # a character was cut at its beginning
+    cut_at_start: bool  # it began with the rest of a character
 
 
 def first_documents(tokens: Array, pieces: Any) -> list[CheckedDocument]:
-    """The first documents that have text, 1,000 or all.
+    """The first documents that contain text: CHECKED_DOCUMENTS of them, or all.
 
-    Whoever cuts documents to a length cuts some inside a character or behind a space. Such ends are left out:
-    the decoder puts marks for the one, and an encoder drops the other.
+    Documents that were cut to a length may end inside a character or after a space. Such ends are dropped:
+    the decoder replaces an incomplete character by a mark, and the encoder drops a space at the end.
     """
     is_bos = np.append(tokens == BOS_ID, True)
     begins = np.flatnonzero(is_bos[:-1] & ~is_bos[1:])[:CHECKED_DOCUMENTS]
@@ -3405,13 +3411,13 @@ def first_documents(tokens: Array, pieces: Any) -> list[CheckedDocument]:
 
 
 def continues_character(token: int, pieces: Any) -> bool:
-    """Whether a token is one of the bytes <0x80> to <0xBF>, with which no character begins."""
+    """Whether a token is one of the bytes <0x80> to <0xBF>, which never start a UTF-8 character."""
     return pieces.is_byte(token) and pieces.id_to_piece(token)[3] in "89AB"
 
 
 def first_miscounted(ids: list[int], counts: Array, pieces: Any) -> int:
-    """The place in a document from which on its decoded beginning has other bytes than are counted."""
-    # A beginning must not end within a character, for which the decoder would put a mark of three bytes.
+    """The first position in a document where the bytes decoded so far differ from those counted so far."""
+    # Cut only between characters: for an incomplete one the decoder would put a mark of three bytes.
     ends = [i for i in range(len(ids)) if i + 1 == len(ids) or not continues_character(ids[i + 1], pieces)]
     totals = np.cumsum(counts)
     number = bisect.bisect_left(
@@ -3422,44 +3428,45 @@ def first_miscounted(ids: list[int], counts: Array, pieces: Any) -> int:
 def share_that_comes_back(
     documents: list[Array], again: list[list[int]], pieces: Any
 ) -> tuple[float, float]:
-    """Share of the ids of some documents that are the same after decoding and encoding; the least it must be.
+    """The share of ids that come back after decoding and encoding, and the lowest share to accept.
 
-    An id comes back if it and its neighbors are at the same byte of their document, counted from the
-    beginning or from the end: one odd place does not make a whole text differ. The ends of documents, which
-    may be cut, do not count. Where all documents are short, single ids count, but for the first and the last.
+    An id comes back if it and its neighbors have the same byte offset in their document, counted from the
+    start or from the end, so one odd spot does not make the whole document differ. The ends of documents do
+    not count, since they may have been cut. If all documents are short, ids count without their neighbors,
+    all but the first and the last of each document.
     """
     lengths, spaced, is_text = piece_bytes(pieces, pieces.vocab_size())
     lengths += spaced
 
-    def places(ids: Array) -> tuple[Array, Array]:
-        """Each id with the byte at which it begins, as one number; counted from either end."""
+    def offsets(ids: Array) -> tuple[Array, Array]:
+        """Each id and its byte offset packed into one number; counted from the start and from the end."""
         ids = ids[is_text[ids]].astype(np.int64)
         begins = np.cumsum(lengths[ids]) - lengths[ids]
         return begins << 16 | ids, begins - lengths[ids].sum() << 16 | ids
 
     same = 0
-    asked = 0
+    checked = 0
     single: list[Array] = []
     for ids, back in zip(documents, again, strict=True):
-        from_start, from_end = places(ids)
-        start_again, end_again = places(np.array(back, np.int64))
+        from_start, from_end = offsets(ids)
+        start_again, end_again = offsets(np.array(back, np.int64))
         comes_back = np.isin(from_start, start_again) | np.isin(from_end, end_again)
         single.append(comes_back[1:-1])
         inner = comes_back[CUT_TOKENS:-CUT_TOKENS]
         if len(inner) > 2 * NEIGHBORS:
             in_a_row: Array = sliding_window_view(inner, 2 * NEIGHBORS + 1).min(1)
             same += int(in_a_row.sum())
-            asked += len(in_a_row)
-    if asked >= FEW_IDS:
-        return same / asked, LEAST_SHARE
+            checked += len(in_a_row)
+    if checked >= FEW_IDS:
+        return same / checked, LEAST_SHARE
     all_single = np.concatenate(single)
     if len(all_single) < FEW_IDS:
-        return 1.0, LEAST_SHARE  # nothing to go by
+        return 1.0, LEAST_SHARE  # too few ids to judge
     return float(all_single.mean()), LEAST_SINGLE_SHARE
 
 
 def separate_pairs(tokens: Array, pairs: Mapping[int, tuple[int, int]]) -> Array:
-    """The tokens before `data/fuse.py` made one id of each pair: what the tokenizer wrote."""
+    """Undo `data/fuse.py`, which replaced each of these pairs by one id: the tokenizer's own output."""
     if not pairs:
         return tokens
     first = np.arange(1 << 16, dtype=tokens.dtype)
@@ -3472,48 +3479,55 @@ def separate_pairs(tokens: Array, pairs: Mapping[int, tuple[int, int]]) -> Array
 
 
 def check_sidecar(tokens: Array, counts: Array, pieces: Any, config: Config) -> None:
-    """DataError if a byte sidecar cannot be that of these tokens. counts: of the targets.
+    """DataError if a byte sidecar cannot belong to these tokens. counts: of the targets.
 
-    Normalizing changes some characters; most pieces of several bytes stand for as many as they spell.
+    Normalization changes some characters, but most pieces of several bytes have exactly the bytes they spell.
     """
     targets = tokens[1:]
-    here = f"DATA_PATH={config.data_path}: by fineweb_val_bytes_*.bin"
+    sidecar = f"DATA_PATH={config.data_path}: fineweb_val_bytes_*.bin"
     odd = np.flatnonzero((targets == BOS_ID) & (counts > 0))
     if len(odd):
-        raise DataError(f"{here} validation token {odd[0] + 1} stands for {counts[odd[0]]} bytes, expected 0 "
-                        "for BOS; get the data again, see data/README.md")  # fmt: skip
+        raise DataError(f"{sidecar}: validation token {odd[0] + 1} is BOS and has {counts[odd[0]]} bytes, "
+                        "expected 0; get the data again, see data/README.md")  # fmt: skip
     lengths, spaced, _ = piece_bytes(pieces, config.vocab_size)
     spelled = (lengths + spaced)[targets]
     has_several = spelled > 1
     share = float(np.mean((counts == spelled)[has_several])) if has_several.any() else 1.0
     if share < 0.5:
-        raise DataError(f"{here} only {share:.0%} of validation tokens stand for as many bytes as their "
-                        "pieces spell, so it belongs to other tokens; get the data again, see data/README.md")
+        raise DataError(f"{sidecar}: only {share:.0%} of the counts are the bytes that the piece spells, so "
+                        "they belong to other tokens; get the data again, see data/README.md")
 
 
-# --- windows ---
+# --- sliding windows ---
 
 
 def window_rows(
     targets: int, context: int, stride: int, document_begins: Array, chunk: int
 ) -> list[Array]:
-    """The forward passes of a sliding-window score, by chunk: rows of (first token, first target, end).
+    """Plan sliding-window evaluation: for each chunk, rows of (first token, first target, end of targets).
 
-    Window w reads the `context` tokens from w * stride on. Window 0 scores all its targets. A later window
-    scores those that no window before it has reached, at most `stride` of them. Where a document begins
-    inside the window there is a shortcut: all windows up to the document's beginning see the same context, so
-    the last of them scores for all. `document_begins[i]` is the token where the document of target i begins.
-    Context 4 and stride 2, one document: (0, 0, 4), (2, 4, 6), (4, 6, 8), …
+    Window w reads the `context` tokens from w * stride on. Window 0 scores all its targets; every later
+    window scores the targets that no window before it has reached, at most `stride` of them. With context 4,
+    stride 2 and one document: (0, 0, 4), (2, 4, 6), (4, 6, 8), …
+
+    A document that starts inside a window allows a shortcut. Attention stops at the document's start, so all
+    windows that begin no later than it see the same context, and the last of them scores for all.
+    `document_begins[i]` is the token at which the document of target i starts.
     """
-    # A window belongs to the chunk of its first target, as learning after a chunk changes the scores that
-    # follow. It may score some targets of the next chunk, if the context is not a multiple of the stride.
+
+    def first_window(target: int) -> int:
+        # Window w reaches the targets below w * stride + context, so the first one to reach this target is
+        # ceil((target + 1 - context) / stride).
+        return (target - context) // stride + 1
+
+    # A window belongs to the chunk of its first target, because training on a chunk changes the scores that
+    # follow. It may score some targets of the next chunk if the context is not a multiple of the stride.
     chunks: dict[int, list[Any]] = {}
     start = 0  # the first target without a score
     while start < targets:
         chunk_end = min((start // chunk + 1) * chunk, targets)
-        # The first windows that reach the first and the last target of this chunk without a score.
-        earliest = (start - context) // stride + 1
-        latest = (chunk_end - 1 - context) // stride + 1
+        earliest = first_window(start)
+        latest = first_window(chunk_end - 1)
         window = max(0, earliest, min(int(document_begins[start]) // stride, latest))
         end = min(window * stride + context, targets)
         chunks.setdefault(start // chunk, []).append((window * stride, start, end))
@@ -3526,56 +3540,62 @@ EVAL_MODES = "eval_modes.json"
 
 @dataclass
 class ScoreClock:
-    """The clock of one score: it prints progress, and decides whether the next batch still fits.
+    """The clock of one evaluation: it logs progress and decides whether there is time left to train.
 
-    Nothing else reads the time while a text is scored. Where a score learns depends on this clock alone,
-    never on tokens or losses.
+    Nothing else reads the time during an evaluation. Which parts of the data test-time training trains on
+    depends on this clock alone, never on tokens or losses.
     """
 
     run: Run = field(default_factory=lambda: Run(Machine()))
     name: str = ""
-    every_seconds: float = 0.0  # between lines of progress; 0: none
+    every_seconds: float = 0.0  # between progress lines; 0: none
     limit_seconds: float = math.inf
-    followed: dict[str, int] = field(default_factory=dict)  # the modes of an earlier score, to be repeated
-    # By the first document or target of a part of the text: its targets if the score learned there, else 0.
+    # The `modes` of an earlier evaluation: where they decide, the clock does not (see `read_modes`).
+    earlier_modes: dict[str, int] = field(default_factory=dict)
+    # A part of the data is a batch of documents (TTT_MODE=lora) or a chunk (sgd), named by its first document
+    # or target. For each part: its number of targets if training on it was allowed, else 0.
     modes: dict[str, int] = field(default_factory=dict)
-    # By the same: targets that there were steps on. A document of one chunk has none, whatever the mode.
+    # For each part: its targets in documents or chunks with at least one training step. A document of a
+    # single chunk has none.
     learned: dict[str, int] = field(default_factory=dict)
+    out_of_time: bool = False  # some part was not trained on: the warning is logged once
     start: float = field(default_factory=lambda: time.perf_counter())
-    printed_at: float = 0.0
+    logged_at: float = 0.0
 
     def seconds(self) -> float:
-        """Seconds since the score began."""
+        """Seconds since the evaluation began."""
         return time.perf_counter() - self.start
 
-    def tell(self, ledger: Ledger, targets: int = 0) -> None:
-        """Print a line if it is time for one. targets: how many this rank scores; 0: all."""
+    def log_progress(self, ledger: Ledger, targets: int = 0) -> None:
+        """Log a line if one is due. targets: how many this rank scores; 0: all."""
         now = self.seconds()
-        early = now - self.printed_at < self.every_seconds
-        if self.every_seconds == 0 or (early and ledger.scored < len(ledger.nats)):
+        too_early = now - self.logged_at < self.every_seconds
+        if self.every_seconds == 0 or (too_early and ledger.scored < len(ledger.nats)):
             return
-        self.printed_at = now
+        self.logged_at = now
         share = min(1.0, ledger.scored / (targets or len(ledger.nats)))
         self.run.log(f"val_progress:{self.name} {share:.0%} "
                      f"partial_mean_loss:{ledger.scored_nats / ledger.scored:.4f} "
                      f"tokens_seen:{ledger.scored} eta:{now * (1 / share - 1):.0f}s")
 
     def learns(self, part: str, targets: int, needed_seconds: float) -> bool:
-        """Whether the score learns in a part of the text: decided once, before its first target is scored.
+        """Decide whether to train on a part of the data; called once per part.
 
-        part, targets: as in `modes`. needed_seconds: for learning there, and for scoring all that is left.
+        part, targets: as in `modes`. needed_seconds: to train on this part and to score everything left.
         """
         now = self.seconds()
-        learning = bool(self.followed.get(part, now + needed_seconds <= self.limit_seconds))
-        if not learning and all(self.modes.values()):
-            self.run.log(f"warning: {self.name} continues without learning: {now:.1f}s of "
-                         f"{self.limit_seconds:.1f}s are used, the rest needs {needed_seconds:.1f}s")
+        in_time = now + needed_seconds <= self.limit_seconds
+        learning = bool(self.earlier_modes.get(part, in_time))
+        if not learning and not self.out_of_time:
+            self.out_of_time = True
+            self.run.log(f"warning: {self.name} continues without training: {now:.1f} of "
+                         f"{self.limit_seconds:.1f} s are used, the rest would take {needed_seconds:.1f} s")
         self.modes[part] = targets if learning else 0
         return learning
 
 
 class WindowScorer:
-    """Scores a token stream chunk by chunk with sliding windows."""
+    """Score a token stream chunk by chunk with sliding windows."""
 
     def __init__(self, model: GPT, tokens: Array, config: Config, chunk_tokens: int, looping: bool) -> None:
         """tokens: 1-D ids. chunk_tokens: targets. looping: as in `GPT.forward`."""
@@ -3585,15 +3605,15 @@ class WindowScorer:
         self.context = config.eval_length
         self.batch_rows = max(1, config.val_pass_tokens // self.context)
         self.device = self.machine.device
-        # The same compiled code serves every scorer and every reloaded model.
+        # GPT.forward, not model.forward: all scorers and reloaded models then share the compiled graphs.
         self.forward = self.machine.compile(GPT.forward)
 
         tokens = np.asarray(tokens).astype(np.int64)
-        # The token at which the document of each target begins; without DOC_MASK all are one document.
+        # The token at which the document of each target starts; without DOC_MASK all are one document.
         starts = document_starts(tokens[None, :-1], config)
         begins = np.repeat(starts[:-1], np.diff(starts))
         self.chunks = window_rows(len(tokens) - 1, self.context, config.eval_stride, begins, chunk_tokens)
-        tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the text
+        tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the end
         # Row i holds the T + 1 tokens from i on.
         self.host_windows = sliding_window_view(tokens, self.context + 1)
         self.device_windows = (
@@ -3601,12 +3621,12 @@ class WindowScorer:
             if config.val_prefetch else None)  # fmt: skip
 
     def score(self, chunk: Array) -> Array:
-        """Nats of the targets of one of `chunks`, float64; all ranks call it together and get all of them."""
-        # The targets of a chunk lie side by side.
+        """The nats of all targets of one of `chunks`, float64, on every rank. All ranks call it together."""
+        # The targets of a chunk are contiguous.
         begin = chunk[0, 1]
         end = chunk[-1, 2]
         nats = torch.zeros(end - begin, dtype=torch.float64, device=self.device)
-        # Ranks take batches in turn. A batch is the same for any number of ranks.
+        # Ranks take turns. The batches do not depend on the number of ranks.
         first = self.machine.rank * self.batch_rows
         for at in range(first, len(chunk), self.machine.world_size * self.batch_rows):
             rows = chunk[at : at + self.batch_rows]
@@ -3616,15 +3636,18 @@ class WindowScorer:
 
     @torch.no_grad()
     def _score_batch(self, rows: Array) -> Tensor:
-        """Nats of the targets of some windows, in order. The host waits for nothing and runs ahead."""
+        """The nats of the targets of some windows, in order. Never waits for the device."""
         first, start, stop = rows.T
-        # Window r of the batch begins at token f. Its target i is row r T + (i - f) of the hidden states.
-        shift = np.arange(len(rows)) * self.context - first
-        scored_N = to_device(np.arange(start[0], stop[-1]) + np.repeat(shift, stop - start), self.device)
-        if self.machine.compiled:  # one shape for compiled code: rows are repeated until the batch is full
+        # Row r of the batch reads tokens from first[r] on, so the hidden state that predicts its target i is
+        # number r * context + i - first[r] of the flattened hidden states. The targets of the rows are
+        # contiguous: one range, to which every row adds its offset.
+        row_offsets = np.arange(len(rows)) * self.context - first
+        position_of_target = np.arange(start[0], stop[-1]) + np.repeat(row_offsets, stop - start)
+        scored_N = to_device(position_of_target, self.device)
+        if self.machine.compiled:  # rows repeat until the batch is full, so that there is only one shape
             first = np.resize(first, self.batch_rows)
         host_ids_BT = self.host_windows[first]
-        # With VAL_PREFETCH the tokens are on the device already, and only the numbers of the rows travel.
+        # With VAL_PREFETCH the tokens are already on the device, and only the row numbers are copied.
         if self.device_windows is None:
             ids_BT = to_device(host_ids_BT, self.device)
         else:
@@ -3632,36 +3655,36 @@ class WindowScorer:
         targets_N = ids_BT[:, 1:].flatten()
         starts = starts_to_device(document_starts(host_ids_BT[:, :-1], self.model.settings), self.device)
         hidden_BTD = self.forward(self.model, ids_BT[:, :-1], starts, self.looping)
-        # The head costs most, so it runs for scored rows alone.
+        # The output head is the most expensive part, so it only runs at the scored positions.
         return self.model.loss_per_token(hidden_BTD.flatten(0, 1)[scored_N], targets_N[scored_N])
 
 
 def score_sliding(
     model: GPT, tokens: Any, config: Config, clock: ScoreClock | None = None, looping: bool = True
 ) -> Ledger:
-    """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context.
+    """Score windows that advance by EVAL_STRIDE: almost EVAL_SEQ_LEN tokens of context for each target.
 
-    tokens: 1-D ids. looping: whether the extra passes run, as in `GPT.forward`. All ranks get one ledger. It
-    is incomplete if the score would not end within the limit of its clock.
+    tokens: 1-D ids. looping: whether the extra passes run, as in `GPT.forward`. All ranks get the same
+    ledger. It is incomplete if the evaluation would exceed the time limit of its clock.
     """
     clock = clock or ScoreClock()
     ledger = Ledger(tokens)
-    # Nothing is learned here: the size of chunks only says how often the clock is read.
+    # Nothing trains here: the chunk size only decides how often the clock is read.
     scorer = WindowScorer(model, tokens, config, 32 * config.val_pass_tokens, looping)
     for chunk in scorer.chunks:
-        # At the rate so far, would the score end in time? Rank 0 decides for all.
+        # At the rate so far, would the evaluation end in time? Rank 0 decides for all.
         share = ledger.scored / len(ledger.nats) or 1.0
         if model.machine.gather(clock.seconds() > clock.limit_seconds * share)[0]:
             break
         ledger.record(int(chunk[0, 1]), scorer.score(chunk))
-        clock.tell(ledger)
+        clock.log_progress(ledger)
     return ledger
 
 
 def score_roundtrip(
     model: GPT, tokens: Any, config: Config, clock: ScoreClock | None = None, looping: bool = True
 ) -> Ledger:
-    """Score windows of EVAL_SEQ_LEN that do not overlap: the cheapest score, with the least context."""
+    """Score non-overlapping windows of EVAL_SEQ_LEN: the cheapest evaluation, with the least context."""
     return score_sliding(model, tokens, replace(config, eval_stride=config.eval_length), clock, looping)
 
 
@@ -3669,9 +3692,11 @@ def score_roundtrip(
 
 
 def adapter_layout(c: Config) -> list[dict[str, dict[str, int]]]:
-    """The adapters of each visit, extra passes included, and last that of the head.
+    """The adapters of each layer visit, extra passes included; the last entry is the output head's.
 
-    By group as in `Adapters`, and by name the channels of their outputs.
+    Each entry has groups and names as in `Adapters`, with the number of output channels of each name. With
+    model dimension 512, key dimension 256 and adapters on q, k, mlp and head:
+    [{"attention": {"q": 512, "k": 256}, "mlp": {"mlp": 512}}, …, {"head": {"head": 8192}}]
     """
     outputs = {"q": c.model_dim, "k": c.kv_dim, "v": c.kv_dim, "o": c.model_dim, "mlp": c.model_dim}
     in_attention = {name: outputs[name] for name in c.lora_targets if name in "qkvo"}
@@ -3682,11 +3707,11 @@ def adapter_layout(c: Config) -> list[dict[str, dict[str, int]]]:
     return [*(len(visit_order(c, looping=True)) * [of_visit]), of_head]
 
 
-def first_adapters(model: GPT, config: Config) -> Tensor:
-    """The numbers (P,) with which the adapters of every document begin, in the order of `unpack`.
+def initial_adapters(model: GPT, config: Config) -> Tensor:
+    """The initial adapter parameters (P,) of every document, in the order of `unpack`.
 
-    A is drawn once, from SEED, name and visit alone: the same on every rank and for batches of any size. B is
-    zero: the model scores the first chunk as it is.
+    A depends only on SEED, name and visit, so it is the same on every rank and for any batch size. B is zero,
+    so the first chunk of a document is scored by the model as it is.
     """
     inputs = config.model_dim
     bound = config.lora_scale_root / math.sqrt(inputs)
@@ -3702,16 +3727,21 @@ def first_adapters(model: GPT, config: Config) -> Tensor:
     return torch.cat(matrices).to(model.machine.device, master)
 
 
-def unpack(numbers_BP: Tensor, layout: list[dict[str, dict[str, int]]], c: Config) -> list[Adapters]:
-    """The adapters of these visits. Numbers stand visit by visit and group by group, all A before all B."""
+def unpack(flat_BP: Tensor, layout: list[dict[str, dict[str, int]]], c: Config) -> list[Adapters]:
+    """View flat parameters (B, P) as the adapters of each visit in the layout.
+
+    Visits and groups follow one another; a group has all its A first, then one B for each name. In the
+    example of `adapter_layout`, with rank R, the parameters of one visit are: A of q and k (2R * 512), B of q
+    (512 * R), B of k (256 * R), A of mlp (R * 512), B of mlp (512 * R).
+    """
     rank = c.ttt_lora_rank
     sizes = []
     for groups in layout:
         for outputs_of_name in groups.values():
             sizes.append(len(outputs_of_name) * rank * c.model_dim)
             sizes += [outputs * rank for outputs in outputs_of_name.values()]
-    # One split: on the way back it puts all gradients into one tensor at once.
-    pieces = iter(numbers_BP.split(sizes, dim=1))
+    # A single split: its backward pass writes all gradients into one tensor at once.
+    pieces = iter(flat_BP.split(sizes, dim=1))
     found = []
     for groups in layout:
         adapters: Adapters = {}
@@ -3722,27 +3752,32 @@ def unpack(numbers_BP: Tensor, layout: list[dict[str, dict[str, int]]], c: Confi
     return found
 
 
-def read_adapted(model: GPT, ids_BT: Tensor, starts: Tensor, numbers_BP: Tensor, config: Config) -> Tensor:
-    """`GPT.forward`, each row with its own adapters. They are one tensor, as torch checks every input."""
-    adapters = unpack(numbers_BP, adapter_layout(config), config)
-    # All windows have the rotary base of the longest ones, so adapters see one geometry.
+def forward_adapted(model: GPT, ids_BT: Tensor, starts: Tensor, flat_BP: Tensor, config: Config) -> Tensor:
+    """`GPT.forward`, where each row has its own adapters: flat_BP, a single tensor.
+
+    It is a single tensor because compiled code checks each of its inputs on every call.
+    """
+    adapters = unpack(flat_BP, adapter_layout(config), config)
+    # Short windows use the rotary base of the longest ones, so positions mean the same in all of them.
     return model(ids_BT, starts, True, None, adapters, config.eval_length)
 
 
-ADAPTER_EPS = 1e-10  # of AdamW: gradients of one document's chunk are small (PR #1855)
+ADAPTER_EPS = 1e-10  # of AdamW: the gradients of one chunk are small (PR #1855)
 
 
 def adamw_step(
     weights_N: Tensor, squares_N: Tensor, rounded_N: Tensor, gradients_N: Tensor, newest: Tensor,
     config: Config,
 ) -> None:  # fmt: skip
-    """AdamW in place, with β1 = 0, which needs no first moment (PR #1855).
+    """One AdamW step in place. β1 is 0, so there is no first moment (PR #1855).
 
-    newest: the share of the newest square in their mean. rounded_N: the weights, as the model reads them.
+    squares_N: running mean of squared gradients. newest: weight of the new square in it. rounded_N: receives
+    the weights in the dtype that the model reads.
     """
     gradients_N = gradients_N.to(weights_N.dtype)
     squares_N.lerp_(gradients_N.square(), newest)
-    # A step is as large for small weights as for large ones, so it has their scale.
+    # A and B each include the square root of LoRA's factor α/r. The size of an AdamW step does not depend on
+    # the scale of the parameters, so the learning rate includes it, too.
     rate = config.ttt_lora_lr * config.lora_scale_root
     weights_N.mul_(1 - config.ttt_lora_lr * config.ttt_weight_decay)
     weights_N.addcdiv_(gradients_N, squares_N.sqrt() + ADAPTER_EPS, value=-rate)
@@ -3750,33 +3785,35 @@ def adamw_step(
 
 
 class DocumentAdapters:
-    """The adapters of documents that learn side by side, and their optimizer.
+    """The adapters of a batch of documents, and their optimizer.
 
-    Each document has its own adapters and learns by itself: the loss is a sum over documents, and AdamW
-    treats every number by itself. So scores do not depend on the neighbours, except for rounding.
+    Each document trains its own adapters: the loss is a sum over documents, and AdamW is elementwise. So a
+    document's scores do not depend on the other documents of the batch, except for rounding.
     """
 
-    def __init__(self, model: GPT, config: Config, first_P: Tensor, documents: int) -> None:
-        """first_P: as `first_adapters` returns it. documents: how many."""
+    def __init__(self, model: GPT, config: Config, initial_P: Tensor, documents: int) -> None:
+        """initial_P: from `initial_adapters`. documents: their number."""
         self.config = config
         self.adamw = model.machine.compile(adamw_step)
         self.steps = 0
-        # A document has a row of each, so that a step is one kernel. The last have the dtype of activations.
-        # At least two: see `DocumentScorer.read`.
-        self.weights_BP = first_P.repeat(max(documents, 2), 1)
+        # One row per document, so that a step is a single kernel. At least two rows: see
+        # `DocumentScorer.read`.
+        self.weights_BP = initial_P.repeat(max(documents, 2), 1)
         self.squares_BP = torch.zeros_like(self.weights_BP)
-        self.rounded_BP = self.weights_BP.to(model.compute_dtype, copy=True)
+        self.rounded_BP = self.weights_BP.to(model.compute_dtype, copy=True)  # what the model reads
+        # The head's adapters are the last columns of rounded_BP, but a leaf of their own in autograd. As a
+        # slice of used_BP, their gradient would first be padded with zeros to the full size.
         self.head_BP: Tensor | None = None
 
     def use(self, rows: int) -> Tensor:
-        """The rounded numbers of the first documents; `step` learns from their gradients."""
+        """The adapters of the first `rows` documents as a leaf that collects gradients for `step`."""
         self.used_BP = self.rounded_BP[:rows].detach().requires_grad_()
-        # Or torch recompiles for every number of documents.
+        # Otherwise torch recompiles for every number of documents.
         torch._dynamo.maybe_mark_dynamic(self.used_BP, 0)
         return self.used_BP
 
     def added_logits(self, hidden_BTD: Tensor) -> Tensor | None:
-        """The part (N, V) of the head's adapters in the logits of some of the first documents."""
+        """The logits (N, V) that the head's adapters add, for the first documents; None without adapters."""
         c = self.config
         if "head" not in c.lora_targets:
             return None
@@ -3787,56 +3824,56 @@ class DocumentAdapters:
 
     @torch.no_grad()
     def step(self, documents: int) -> None:
-        """One step of the first documents, by the gradients of what was used last."""
+        """One optimizer step for the first documents, from the gradients of the last backward pass."""
         gradients_BP: Any = self.used_BP.grad
-        if gradients_BP is None:  # the head alone has adapters
+        if gradients_BP is None:  # only the head has adapters
             gradients_BP = torch.zeros_like(self.used_BP)
         if self.head_BP is not None:
             gradients_BP[:documents, -self.head_BP.size(1) :] = self.head_BP.grad
         self.steps += 1
-        # So the mean is AdamW's, with its correction.
+        # With this weight, the running mean is AdamW's second moment after bias correction.
         beta = self.config.ttt_beta2
         newest = self.weights_BP.new_full((), (1 - beta) / (1 - beta**self.steps))
         flat = []
-        for numbers_BP in (self.weights_BP, self.squares_BP, self.rounded_BP, gradients_BP):
-            flat.append(numbers_BP[:documents].view(-1))
+        for rows_BP in (self.weights_BP, self.squares_BP, self.rounded_BP, gradients_BP):
+            flat.append(rows_BP[:documents].view(-1))
             torch._dynamo.maybe_mark_dynamic(flat[-1], 0)
         self.adamw(*flat, newest, self.config)
 
 
 class Chunk(NamedTuple):
-    """One chunk of the documents of a batch. Places count from the beginning of a document."""
+    """The same chunk of all documents of a batch. Positions count from the start of a document."""
 
-    documents: Array  # the numbers of those that reach this chunk, the first ones of the batch
-    learning: int  # how many of them go on after it
+    documents: Array  # indices of the documents that reach this chunk: the first ones of the batch
+    learning: int  # how many of them continue after it, so that training on it is useful
     first: int  # the first token of the window
     start: int  # the first target of the chunk
     stop: int  # the end of both
 
 
 class DocumentScorer:
-    """Scores documents side by side, chunk by chunk, with adapters that learn from scored chunks."""
+    """Score batches of documents chunk by chunk, with adapters that train on the chunks already scored."""
 
     def __init__(self, model: GPT, tokens: Array, config: Config, ledger: Ledger) -> None:
-        """model: its weights must need no gradients."""
+        """model: with requires_grad off for all its parameters."""
         self.model = model
         self.machine = model.machine
         self.config = config
         self.ledger = ledger
         self.device = self.machine.device
-        # Rows and lengths differ from chunk to chunk: tensors are marked, and one graph serves several rows
-        # of any length.
-        self.forward = self.machine.compile(read_adapted)
-        self.first_P = first_adapters(model, config)
-        # Chunks may reach beyond the text: by a chunk, and the 16 tokens of `read`.
+        # Batch size and length vary from chunk to chunk. `read` marks both as dynamic, so that a single graph
+        # serves them all.
+        self.forward = self.machine.compile(forward_adapted)
+        self.initial_P = initial_adapters(model, config)
+        # The last chunk may reach beyond the end, and `read` pads to a multiple of 16.
         self.tokens = np.pad(tokens, (0, config.eval_length + 16))
-        # Document d has the targets begins[d] .. begins[d] + lengths[d]. Its last target is the next BOS.
+        # Document d has the targets begins[d]..begins[d] + lengths[d]. Its last target is the next BOS.
         starts = document_starts(self.tokens[None, : len(tokens) - 1], replace(config, doc_mask=True))
         self.begins = starts[:-1]
         self.lengths = np.diff(starts)
 
     def batches(self) -> list[Array]:
-        """The numbers of all documents in batches of similar length, the longest first, also in a batch."""
+        """Batches of document indices, sorted by length: the longest first, across and within batches."""
         longest_first = np.argsort(-self.lengths, kind="stable")
         found = []
         start = 0
@@ -3847,9 +3884,9 @@ class DocumentScorer:
         return found
 
     def batches_of_rank(self) -> list[Array]:
-        """The batches of this rank: each goes to the rank with the least to do, before any is scored."""
+        """The batches of this rank. Each goes to the rank with the least work, before any is scored."""
         loads_tokens = np.zeros(self.machine.world_size)
-        overhead_tokens = 8192  # a pass needs a few milliseconds at least
+        overhead_tokens = 8192  # even the smallest pass takes a few milliseconds
         mine = []
         for batch in self.batches():
             rank = int(loads_tokens.argmin())
@@ -3862,10 +3899,10 @@ class DocumentScorer:
     def chunks(self, batch: Array, learning: bool = True) -> Iterator[Chunk]:
         """The chunks of a batch, in order.
 
-        The end of a chunk depends on its place alone, never on the length of the document, which is not known
-        yet. Its window ends with it, and is EVAL_SEQ_LEN long if that many tokens stand before. Without
-        learning a chunk may be long, and end with the longest document: it changes only how much context
-        stands before a target, half of EVAL_SEQ_LEN at least.
+        Where a chunk ends depends only on its position, never on the length of the document, which a model
+        does not know yet. Its window ends with it and is EVAL_SEQ_LEN long, or shorter near the start of the
+        document. Without learning, chunks are longer and the last one ends with the longest document: this
+        only changes how much context a target has, which is still at least half of EVAL_SEQ_LEN.
         """
         lengths = self.lengths[batch]
         size = self.config.ttt_chunk_size
@@ -3875,15 +3912,15 @@ class DocumentScorer:
         while start < lengths[0]:
             stop = start + size
             first = max(0, stop - self.config.eval_length)
-            going_on = int((lengths > stop).sum())
-            yield Chunk(batch[lengths > start], going_on, first, start, stop)
+            continuing = int((lengths > stop).sum())
+            yield Chunk(batch[lengths > start], continuing, first, start, stop)
             start = stop
 
     def score(self, batch: Array, learning: bool = True) -> None:
-        """Score the documents of a batch; with `learning`, their adapters learn after every chunk."""
-        adapters = DocumentAdapters(self.model, self.config, self.first_P, len(batch))
+        """Score the documents of a batch; with `learning`, train their adapters after every chunk."""
+        adapters = DocumentAdapters(self.model, self.config, self.initial_P, len(batch))
         for chunk in self.chunks(batch, learning):
-            # Nothing learns after the last chunk of the longest document.
+            # There is nothing to train for after the last chunk of the longest document.
             learns = learning and chunk.learning > 0
             with torch.set_grad_enabled(learns):
                 hidden_BCD = self.read(chunk, adapters)
@@ -3892,33 +3929,32 @@ class DocumentScorer:
                 self.learn(chunk, hidden_BCD, adapters)
 
     def read(self, chunk: Chunk, adapters: DocumentAdapters) -> Tensor:
-        """Hidden states (B, C, D) at the targets of a chunk, each from the tokens before it."""
-        # Graphs of one row are others than those of several, and compile for a minute each: one document
-        # stands in two rows.
+        """The hidden states (B, C, D) that predict the targets of a chunk, each from the tokens before it."""
+        # A batch of one row would compile a graph of its own, which takes a minute, so a single document gets
+        # two rows.
         documents = chunk.documents
         if self.machine.compiled and len(documents) == 1:
             documents = documents.repeat(2)
-        # Triton compiles its kernels again for a size that is no multiple of 16, so rows are padded to one.
+        # Triton recompiles its kernels for sizes that are not a multiple of 16, so rows are padded to one.
         length = math.ceil((chunk.stop - chunk.first) / 16) * 16
-        places_T = np.arange(chunk.first, chunk.first + length)
-        places_BT = self.begins[documents, None] + places_T
-        ids_BT = self.tokens[places_BT].astype(np.int64)
-        # Padding follows the chunk and the document, so no token of them sees it.
+        positions_T = np.arange(chunk.first, chunk.first + length)
+        positions_BT = self.begins[documents, None] + positions_T
+        ids_BT = self.tokens[positions_BT].astype(np.int64)
+        # Padding comes after the chunk and the document, where causal attention never reads it.
         ends_B1 = np.minimum(self.lengths[documents, None], chunk.stop)
-        ids_BT[places_T >= ends_B1] = BOS_ID
-        # One document a row.
+        ids_BT[positions_T >= ends_B1] = BOS_ID
+        # For attention, each row is one document.
         row_starts = np.arange(0, ids_BT.size + 1, length, dtype=np.int32)
         starts = starts_to_device(row_starts, self.device)
         inputs_BT = to_device(ids_BT, self.device)
-        # As the adapters: neither the number of rows nor their length is fixed.
         torch._dynamo.maybe_mark_dynamic(inputs_BT, (0, 1))
-        numbers_BP = adapters.use(len(documents))
-        hidden_BTD = self.forward(self.model, inputs_BT, starts, numbers_BP, self.config)
+        flat_BP = adapters.use(len(documents))
+        hidden_BTD = self.forward(self.model, inputs_BT, starts, flat_BP, self.config)
         return hidden_BTD[: len(chunk.documents), chunk.start - chunk.first : chunk.stop - chunk.first]
 
     @torch.no_grad()
     def record(self, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
-        """Write the scores of a chunk into the ledger."""
+        """Write the nats of a chunk into the ledger."""
         targets_BC = self.begins[chunk.documents, None] + np.arange(chunk.start, chunk.stop)
         nats_BC = self.nats(hidden_BCD, self.tokens[targets_BC + 1], adapters).double().cpu().numpy()
         for document, nats_C in zip(chunk.documents, nats_BC, strict=True):
@@ -3927,7 +3963,7 @@ class DocumentScorer:
 
     @torch.enable_grad()
     def learn(self, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
-        """One step of the adapters of the documents that go on, on tokens from the ledger."""
+        """One training step for the documents that continue, on tokens from the ledger."""
         chunks = [
             self.ledger.scored_tokens(begin + chunk.start + 1, begin + chunk.stop + 1)
             for begin in self.begins[chunk.documents[: chunk.learning]]
@@ -3937,33 +3973,34 @@ class DocumentScorer:
         adapters.step(chunk.learning)
 
     def nats(self, hidden_BCD: Tensor, targets_BC: Array, adapters: DocumentAdapters) -> Tensor:
-        """Nats (B, C) of targets; the rows are the first documents of the batch."""
+        """The nats (B, C) of targets; the rows are the first documents of the batch."""
         targets_N = to_device(targets_BC.astype(np.int64).flatten(), self.device)
         added_NV = adapters.added_logits(hidden_BCD)
         return self.model.loss_per_token(hidden_BCD.flatten(0, 1), targets_N, added_NV).view(targets_BC.shape)
 
 
 def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) -> Ledger:
-    """TTT_MODE=lora (PRs #1530, #1667): in each document, score a chunk, then train its adapters on it.
+    """TTT_MODE=lora (PRs #1530, #1667): in each document, score a chunk, then train adapters on it.
 
-    The model itself does not learn, and no document sees another. So the sum of the nats does not depend on
-    the order of the documents. Adapters do not learn from the last chunk of their document, nor in batches
-    for which the clock has no time; each rank has its own clock.
+    The model itself does not change, and no document affects another, so the result does not depend on the
+    order of the documents. Nothing trains on the last chunk of a document, nor in batches for which the clock
+    leaves no time; each rank has its own clock.
     """
     ledger = Ledger(tokens)
     scorer = DocumentScorer(copy.deepcopy(model).requires_grad_(False), tokens, config, ledger)
     batches = scorer.batches_of_rank()
     own_targets = sum(int(scorer.lengths[batch].sum()) for batch in batches)
     passes = [len(list(scorer.chunks(batch, learning=False))) for batch in batches]
-    # Of a chunk in the last batch with learning, and for one of its documents. Later windows are no longer,
-    # but there may be more documents, whose adapters take their time at any length.
+    # Seconds per chunk in the latest batch with training, and the same per document. Later windows are not
+    # longer, but a batch may have more documents, and their adapters take time at any length.
     step_seconds = 0.0
     document_seconds = 0.0
     for number, batch in enumerate(batches):
         started = clock.seconds()
         steps = len(list(scorer.chunks(batch)))
         step_seconds = max(step_seconds, document_seconds * len(batch))
-        # Reserve: a pass without learning needs at most half a step, since it has no backward pass.
+        # Keep enough time to score the remaining batches without training. Without a backward pass, a chunk
+        # takes at most half as long.
         needed_seconds = step_seconds * (steps + sum(passes[number + 1 :]) / 2)
         learning = clock.learns(str(batch[0]), int(scorer.lengths[batch].sum()), needed_seconds)
         scorer.score(batch, learning)
@@ -3973,8 +4010,8 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
             lengths = scorer.lengths[batch]
             with_steps = lengths[lengths > config.ttt_chunk_size] if config.ttt_lora_lr > 0 else lengths[:0]
             clock.learned[str(batch[0])] = int(with_steps.sum())
-        clock.tell(ledger, own_targets)
-    # Until now each rank has the scores of its own documents only. The ledger refuses a second score.
+        clock.log_progress(ledger, own_targets)
+    # So far each rank has only the scores of its own documents. Exchange them; the ledger rejects duplicates.
     machine = model.machine
     own = []
     for document in itertools.chain(*batches):
@@ -3985,18 +4022,18 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
             for begin, nats in scores:
                 ledger.record(begin, nats)
     if machine.world_size > 1:
-        clock.tell(ledger)
+        clock.log_progress(ledger)
     return ledger
 
 
-# --- only configs/pr549.env and pr1493.env: test-time training of all weights by SGD ---
+# --- only configs/pr549.env and pr1493.env: test-time training of all parameters by SGD ---
 
 
 def score_chunks(model: GPT, tokens: Any, config: Config, clock: ScoreClock) -> Ledger:
-    """TTT_MODE=sgd: score a chunk by sliding windows, then train all weights of a copy on it.
+    """TTT_MODE=sgd: score a chunk with sliding windows, then train all parameters of a copy on it.
 
-    The copy does not learn from the last chunk, as no score follows, nor from a chunk after which the clock
-    has no time for it.
+    Nothing trains on the last chunk, since no score follows it, nor on a chunk for which the clock leaves no
+    time.
     """
     machine = model.machine
     ledger = Ledger(tokens)
@@ -4012,9 +4049,9 @@ def score_chunks(model: GPT, tokens: Any, config: Config, clock: ScoreClock) -> 
         ledger.record(begin, scorer.score(chunk))
         scored = clock.seconds()
         needed_seconds = learn_seconds + (scored - started) * (last - number)
-        # All ranks learn together, by the clock of rank 0.
+        # All ranks train together; the clock of rank 0 decides.
         if number < last and machine.gather(clock.learns(str(begin), end - begin, needed_seconds))[0]:
-            # The learning rate falls to zero along a half cosine: later chunks have less left to gain.
+            # The learning rate follows a half cosine to zero: late chunks have less left to gain.
             falling = 0.5 + 0.5 * math.cos(math.pi * number / last)
             sgd.param_groups[0]["lr"] = config.ttt_lr * falling
             learn(learner, sgd, ledger.scored_tokens(begin, end + 1), config)
@@ -4022,12 +4059,12 @@ def score_chunks(model: GPT, tokens: Any, config: Config, clock: ScoreClock) -> 
             clock.learned[str(begin)] = end - begin if has_steps else 0
             machine.wait()
             learn_seconds = clock.seconds() - scored
-        clock.tell(ledger)
+        clock.log_progress(ledger)
     return ledger
 
 
 def learn(model: GPT, sgd: torch.optim.SGD, tokens: Array, config: Config) -> None:
-    """TTT_EPOCHS passes over the whole sequences of scored tokens. All ranks call it together."""
+    """Train TTT_EPOCHS times on the scored tokens, in full sequences. All ranks call it together."""
     machine = model.machine
     weights = list(model.parameters())
     loss_of = machine.compile(GPT.loss)
@@ -4036,8 +4073,8 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: Array, config: Config) -> No
     sequences_NT = torch.from_numpy(tokens.astype(np.int64)).unfold(0, length + 1, length)
     for _ in range(config.ttt_epochs):
         for batch_BT in sequences_NT.split(config.ttt_batch_seqs):
-            # Each rank computes its part of the batch, weighted by its size. A rank without a part computes
-            # any row with weight zero, so that all ranks do the same steps.
+            # Each rank computes its share of the batch, weighted by the size of the share. A rank without one
+            # computes some row with weight zero, so that all ranks take the same steps.
             host_ids_BT = batch_BT[machine.rank % len(batch_BT) :: machine.world_size].numpy()
             weight = len(batch_BT[machine.rank :: machine.world_size]) / len(batch_BT)
             ids_BT = to_device(host_ids_BT, machine.device)
@@ -4046,7 +4083,7 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: Array, config: Config) -> No
             with torch.enable_grad():
                 loss = loss_of(model, ids_BT[:, :-1], ids_BT[:, 1:], starts)
                 (loss * weight).backward()
-            # One message for all.
+            # All gradients in one message.
             gradients = gradients_of(weights)
             flat = nn.utils.parameters_to_vector(gradients)
             machine.add_up(flat)
@@ -4056,20 +4093,26 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: Array, config: Config) -> No
 
 
 def score_ttt(model: GPT, tokens: Any, config: Config, clock: ScoreClock | None = None) -> Ledger:
-    """Legal test-time training, in the way that TTT_MODE names. The weights given stay as they are."""
+    """Legal test-time training in the mode of TTT_MODE. The given model is not changed."""
     score = score_documents if config.ttt_mode == "lora" else score_chunks
     return score(model, tokens, config, clock or ScoreClock())
 
 
-# --- all scores ---
+# --- all evaluations ---
 
 
 def rehearse_evaluation(model: GPT, config: Config, run: Run) -> None:
-    """Compile and try all of `evaluate`, on made-up text, before its clock; all ranks call it together."""
-    # Every rank first compiles for itself: it scores as if it were alone, or it might get no batch.
+    """Compile and try all of `evaluate` on made-up tokens, before its clock. All ranks call it together."""
+    # First every rank compiles by itself, as if it were alone: sharing the work, it might get no batch.
     alone = copy.deepcopy(model)
     alone.machine = replace(model.machine, rank=0, world_size=1)
-    # Four documents of 4, 2, 1 and 1 half windows.
+    # Four documents of 4, 2, 1 and 1 half windows. With chunks of half a window and two documents per batch,
+    # test-time training meets every kind of chunk:
+    #   batch 1, chunk 1: both documents train, in a short window
+    #            chunk 2: the first one trains, the second one ends; the window is full from here on
+    #            chunk 3: the first one is alone and trains
+    #            chunk 4: it ends, so nothing trains: one document without gradients
+    #   batch 2, chunk 1: both documents end: two documents without gradients
     half = (config.eval_length + 1) // 2
     text = np.full(8 * half + 1, BOS_ID + 1, np.uint16)
     text[[0, 4 * half, 6 * half, 7 * half]] = BOS_ID
@@ -4082,10 +4125,9 @@ def rehearse_evaluation(model: GPT, config: Config, run: Run) -> None:
         return
     with run.phase("rehearse_ttt"):
         if config.ttt_mode == "lora":
-            # In pairs: one row and several, with gradients and without.
             score_ttt(alone, text, replace(config, ttt_chunk_size=half, ttt_batch_size=2))
-            # Then a batch for each rank, with the memory that the largest ones take: of the longest
-            # documents, and of the most.
+            # Then a batch on each rank that takes as much memory as the largest ones: those with the longest
+            # documents, and those with the most.
             longest = config.eval_length
             shortest = max(1, min(longest, config.micro_batch_tokens // config.most_documents_at_once))
             for length in (longest, shortest):
@@ -4095,18 +4137,18 @@ def rehearse_evaluation(model: GPT, config: Config, run: Run) -> None:
                     document = text[: length + 1]
                     score_ttt(model, np.resize(document, documents * len(document) + 1), config)
             return
-        # A whole chunk to learn from, and one more. All ranks share each batch of learning, of a size that
-        # only compiled code must have met.
+        # A whole chunk to train on, and one more. Only compiled code has to see the real chunk size, which
+        # determines the batch sizes of training.
         chunk = config.ttt_chunk_tokens if model.machine.compiled else config.eval_length
         text = np.resize(text, chunk + half + 1)
         score_ttt(model, text, replace(config, ttt_epochs=1, ttt_chunk_tokens=chunk))
 
 
 def read_modes(config: Config) -> dict[str, int]:
-    """Where the score of the run that made EVAL_ONLY's artifact learned: `ScoreClock.modes`, to be followed.
+    """`ScoreClock.modes` of the run that made EVAL_ONLY's artifact, so that its score can be reproduced.
 
-    Empty where no file beside the artifact says so, and without a limit: then all is learned from.
-    ConfigError for a file that no run wrote.
+    Empty if there is no such file next to the artifact, or if MAX_EVAL_SECONDS=0: then everything is trained
+    on. ConfigError for a file that no run wrote.
     """
     path = find_path(config.eval_only).parent / EVAL_MODES
     if not config.eval_only or not config.max_eval_seconds or not path.exists():
@@ -4122,39 +4164,39 @@ def read_modes(config: Config) -> dict[str, int]:
         return dict(modes)
     except Exception as error:  # whatever the bytes are
         raise ConfigError(f"{path}: not the modes of a run ({type(error).__name__}: {error}); copy it again, "
-                          "or remove it, and the clock decides anew") from error  # fmt: skip
+                          "or remove it to let the clock decide") from error  # fmt: skip
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
-    """Scores of reloaded weights, each with its final line: the one that ranks, then diagnostics.
+    """Evaluate the reloaded model and log the final lines: the headline metric first, then diagnostics.
 
-    MAX_EVAL_SECONDS is for the first. Diagnostics get what is left of it, and are left out if that is too
-    short. form: of the weights, as in the log: int6.
+    MAX_EVAL_SECONDS applies to the headline metric. Diagnostics get the time that is left, and are skipped if
+    it is too short. form: of the weights, as in the log: int6.
     """
     machine = model.machine
-    # In this order. Each score starts from the same weights.
+    # In this order. Each evaluation starts from the same weights.
     scorers = {"legal_ttt": score_ttt, "sliding_window": score_sliding, "roundtrip": score_roundtrip}
     if not config.ttt_enabled:
         del scorers["legal_ttt"]
     if not config.eval_stride:
         del scorers["sliding_window"]
 
-    followed = read_modes(config)
+    earlier_modes = read_modes(config)
     left_seconds = config.max_eval_seconds or math.inf
     scores: dict[str, Score] = {}
     for name, scorer in scorers.items():
         label = name if name == "legal_ttt" else f"final_{form}_{name}"
-        # Windows that rank are all scored.
+        # Sliding windows cannot be cut short when they are the headline metric, so then they have no limit.
         limit = left_seconds if scores or config.ttt_enabled else math.inf
         with run.phase(f"eval_{name}"):
-            clock = ScoreClock(run, name, config.val_progress_log_every, limit, followed)
+            clock = ScoreClock(run, name, config.val_progress_log_every, limit, earlier_modes)
             ledger = scorer(model, validation.tokens, config, clock)
         seconds = run.phases[f"eval_{name}"]
         left_seconds -= seconds
         if scores and ledger.scored < len(ledger.nats):
-            run.log(f"{label} is left out: it would end after MAX_EVAL_SECONDS={config.max_eval_seconds:g}")
+            run.log(f"{label} is skipped: it would end after MAX_EVAL_SECONDS={config.max_eval_seconds:g}")
             continue
-        # Of documents each rank knows its own.
+        # Each rank knows only the modes of its own documents.
         for modes, learned in machine.gather((clock.modes, clock.learned)):
             clock.modes = modes | clock.modes
             clock.learned = learned | clock.learned
@@ -4166,7 +4208,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
                 f"learned_tokens:{score.learned_tokens}{validation.mark}")
         run.record("final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict())
         if machine.rank == 0 and run.directory is not None:
-            # The nats of each document, fp64: `prove --replay` scores some of them again.
+            # The nats of each document, fp64, with which a later evaluation of that document can be compared.
             begins = np.flatnonzero(validation.tokens[:-1] == BOS_ID)
             try:
                 write_whole(run.path(f"nats_{name}.bin"), np.add.reduceat(ledger.nats, begins).tobytes())
@@ -4904,37 +4946,38 @@ def with_settings(shipped: bytes, config: Config) -> bytes:
 
 
 # ============================================================================================================
-# TRAIN — steps under a clock that rank 0 reads for all, so that all ranks take the same ones and stop as one.
+# TRAIN — steps until the time limit; rank 0 reads the clock for all, so all ranks stop after the same step.
 # ============================================================================================================
 
 
 class StepResult(NamedTuple):
-    """Loss and gradient norm of a step, perhaps still on their way to the host."""
+    """Loss and gradient norm of a step, possibly still being copied to the host."""
 
-    step: int  # 1: the first
+    step: int  # the first is 1
     progress: float
-    values: Tensor  # (2,): mean loss of this rank, gradient norm
-    copied: torch.cuda.Event | None  # when `values` has arrived; None: it has
-    wait_ms: float  # of the host, for the step's batches
+    lr_scale: float
+    loss_and_norm: Tensor  # (2,): mean loss of this rank, gradient norm
+    copied: torch.cuda.Event | None  # when `loss_and_norm` has arrived; None: it has
+    wait_ms: float  # time the host waited for the step's batches
 
 
 @dataclass
 class Training:
-    """Model, optimizer, loader and clock of a run: everything that a step touches."""
+    """The model, optimizer, data loader and clock of a run: everything that a step touches."""
 
     config: Config
     run: Run
     shards: list[Shard]
     validation: Validation
     ops: Ops
-    hashes: dict[str, str]  # SHA-256 of code, tokenizer and shards; a checkpoint holds them
+    hashes: dict[str, str]  # SHA-256 of code, tokenizer and shards; saved in checkpoints
 
     def __post_init__(self) -> None:
         config = self.config
         run = self.run
         machine = run.machine
         self.model = ready_model(build_model(config), machine, self.ops)
-        # One graph from tokens to loss.
+        # A single graph from tokens to loss.
         self.loss = machine.compile(GPT.loss)
         self.optimizer = Optimizer(self.model, config, machine)
         profiler = torch.profiler.profile() if config.profile_steps else None
@@ -4944,10 +4987,10 @@ class Training:
             machine.on_gpu, self.trace)  # fmt: skip
         self.loader = Loader(config, self.shards, machine, self.trace)
         self.step = 0
-        self.unread: list[StepResult] = []
-        self.waits_ms: list[float] = []  # for batches, of the steps since the last line
-        self.started = time.perf_counter()  # shifted forward by time that does not count
-        self.val_seconds = 0.0  # of all validations since the process began
+        self.unread: list[StepResult] = []  # oldest first
+        self.waits_ms: list[float] = []  # for batches, one per step since the last train line
+        self.started = time.perf_counter()  # moved forward by the time that does not count as training
+        self.val_seconds = 0.0  # of all validations since the process started
 
     @property
     def seconds(self) -> float:
@@ -4959,7 +5002,7 @@ class Training:
         return sum(self.run.machine.gather(self.loader.stream_hash)) % 2**64
 
     def state(self) -> dict[str, Any]:
-        """A copy of everything that training has changed, for any world size; all ranks call it together."""
+        """A copy of everything that training changes, for any world size; all ranks call it together."""
         return {
             "config": self.config.as_env(TrainingSettings),
             "hashes": self.hashes,
@@ -4970,20 +5013,20 @@ class Training:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Become what `state` returned; all ranks call it together."""
+        """Restore what `state` returned; all ranks call it together."""
         self.optimizer.load_state(state["optimizer"])
         self.step = state["step"]
-        # The hash is a sum over the ranks: one of them begins with all of it.
+        # The hash is a sum over the ranks, so a single rank restores it.
         stream_hash = state["stream_hash"] if self.run.machine.rank == 0 else 0
         self.loader.seek(self.step, stream_hash)
-        # The clock starts when the first batch is there on all ranks, and no device is still at work.
+        # The clock starts once all ranks have their first batch and all devices are idle.
         self.loader.stage_first()
         self.run.machine.wait()
         self.run.machine.gather(None)
         self.started = time.perf_counter() - state["seconds"]
 
     def save(self) -> None:
-        """Replace the checkpoint by one of now, outside the clock; a failure is told, and costs no run.
+        """Replace the checkpoint, off the clock. A failure is logged and does not end the run.
 
         All ranks call it together, after `read_results`; rank 0 writes.
         """
@@ -4996,58 +5039,59 @@ class Training:
                 path = self.run.path(CHECKPOINT)
                 write_whole(path, torch_file(state))
                 self.run.log(f"checkpoint:{path} step:{self.step}")
-        except (ConfigError, MemoryError, RuntimeError) as error:  # of torch: no memory, here or on a GPU
-            self.run.log(f"warning: no checkpoint of step {self.step}, none is replaced: {error!r}")
+        except (ConfigError, MemoryError, RuntimeError) as error:  # torch: out of memory on host or GPU
+            self.run.log(f"warning: no checkpoint at step {self.step}, an earlier one is kept: {error!r}")
         self.started += time.perf_counter() - start
 
 
 def torch_file(value: Any) -> bytes:
-    """The bytes of the file that torch.save writes, for `write_whole`."""
+    """The bytes that torch.save would write to a file."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
-    """The state of the run that RESUME names; empty without RESUME. Nothing in the file is executed.
+    """The state of the run that RESUME names; empty without RESUME. No code in the file is executed.
 
-    ConfigError where it cannot be read, or where settings of training, data or code are not those of now.
-    RESUME_OTHER_CODE allows other code: then `hashes` gets the hash of the former code, too.
+    ConfigError if the checkpoint cannot be read, or if training settings, data or code have changed since.
+    RESUME_OTHER_CODE allows changed code; `hashes` then gets the hash of the earlier code, too.
     """
     if not config.resume:
         return {}
     path = find_path(config.resume) / CHECKPOINT
     try:
-        # torch reads past damage. A flipped bit in the weights would show in hundreds of steps, or never.
+        # torch.load does not verify checksums. A flipped bit in the weights would show up hundreds of steps
+        # later, or never.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
-            raise zipfile.BadZipFile(f"damaged: {damaged} has another checksum than when it was written")
+            raise zipfile.BadZipFile(f"damaged: the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
         then = {**state["config"], **state["hashes"]}
     except Exception as error:  # whatever the bytes are
         reason = f"{error}" if isinstance(error, zipfile.BadZipFile) else type(error).__name__
         raise ConfigError(
-            f"RESUME: {path} cannot be read ({reason}); copy it again if it came from elsewhere. A finished "
-            "run has none, and those of 0.5.4 and older need that version") from error
+            f"RESUME: {path} cannot be read ({reason}); if it was copied, copy it again. A finished run has "
+            "no checkpoint, and checkpoints of 0.5.4 and older need that version") from error
     now = {**config.as_env(TrainingSettings), **hashes}
     changed = [name for name in then | now if then.get(name) != now.get(name)]
-    # A bug in a log line must not cost a paid training. But all records then name both scripts, and no script
-    # has such a hash.
+    # A bug in a log line must not cost a paid training run. But then every record names both scripts, since
+    # the combined hash is that of no script.
     if changed == ["code"] and config.resume_other_code:
         hashes["code"] += f" after {then['code']}"
     elif changed:
-        named = ", ".join(f"{name} is {now.get(name)}, it was {then.get(name)}" for name in changed)
+        named = ", ".join(f"{name} is {now.get(name)} but was {then.get(name)}" for name in changed)
         script = shlex.quote(f"{path.parent}/train_gpt.py")
-        raise ConfigError(f"RESUME={config.resume}: {named}; start {script} with nothing "
-                          "else set. RESUME_OTHER_CODE=1 allows another script, and is recorded")  # fmt: skip
+        raise ConfigError(f"RESUME={config.resume}: {named}; run {script} with no other "
+                          "settings. RESUME_OTHER_CODE=1 allows another script and is recorded")  # fmt: skip
     return state
 
 
 def fail_together(machine: Machine, failure: DataError | None) -> None:
     """Raise DataError on all ranks if one of them got no batch; all ranks call it together.
 
-    That is before gradients are exchanged, so the weights are still those of the step before.
+    This happens before gradients are exchanged, so the weights are still those of the previous step.
     """
     anywhere = failure is not None
     if machine.world_size > 1:
@@ -5063,16 +5107,16 @@ def fail_together(machine: Machine, failure: DataError | None) -> None:
 def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device.
 
-    progress: share of the run that is over. DataError on all ranks if one of them gets no batch: then no
+    progress: fraction of the run that is over. DataError on all ranks if one of them gets no batch; then no
     weight has changed.
     """
     config = training.config
     loader = training.loader
     timer = training.timer
     looping = loop_is_on(progress, config)  # the same on all ranks, as progress is
-    # The sum of the losses stays on the device: nobody waits for it.
+    # The sum of the losses stays on the device, so that the host does not wait for it.
     total = torch.zeros((), device=training.run.machine.device)
-    # Steps of the warm-up have no number, and are neither timed nor traced.
+    # Warm-up steps have no number and are neither timed nor traced.
     timer.begin(training.step + 1 if training.run.training else 0)
     hash_before = loader.stream_hash
     failure = None
@@ -5084,7 +5128,7 @@ def train_step(training: Training, progress: float) -> Tensor:
             break
         timer.lap("batch", batch.copy)
         loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
-        # Gradients add up: each micro-batch gives its part of a mean.
+        # Gradients add up over micro-batches, so each loss is divided by their number.
         loss = loss / loader.micro_steps
         timer.lap("forward")
         loss.backward()
@@ -5093,7 +5137,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     try:
         fail_together(training.run.machine, failure)
     except DataError:
-        loader.stream_hash = hash_before  # of the steps that were taken
+        loader.stream_hash = hash_before  # only steps that were taken count
         raise
     lr_scale = learning_rate_scale(progress, training.step, config)
     momentum = muon_momentum(progress, training.step, config)
@@ -5106,58 +5150,62 @@ def train_step(training: Training, progress: float) -> Tensor:
 
 
 def rehearse_end(training: Training) -> None:
-    """Do all that follows training once, on the first weights, each part as a phase; all ranks together.
+    """Run everything that follows training once, on the initial weights. All ranks call it together.
 
-    What would fail after a paid training fails here, and compiles here. `warm_up` undoes it.
+    Whatever would fail after a paid training run fails here instead, and is compiled here. Each part is a
+    phase of its own. `warm_up` undoes it.
     """
     config = training.config
     run = training.run
     machine = run.machine
     hessians: Hessians = {}
     if config.gptq:
-        # The first batch loads kernels. The second one shows how long all will take.
+        # The first batch loads kernels; the second one shows how long a batch takes.
         for part in ("rehearse_hessians", "rehearse_calibration_batch"):
             with run.phase(part):
                 hessians = collect_hessians(training.model, [training.loader.next_batch()])
         batches = math.ceil(config.gptq_calibration_batches / machine.world_size)
         seconds = batches * run.phases["rehearse_calibration_batch"]
-        # Of the reserve, `calibration_batches` keeps a tenth to spare.
+        # `calibration_batches` keeps a tenth of the reserve as a margin.
         if config.max_wallclock_seconds > 0 and seconds > 0.9 * config.gptq_reserve_seconds:
-            run.log(f"warning: {batches} calibration batches need {seconds:.2f}s, GPTQ_RESERVE_SECONDS="
-                    f"{config.gptq_reserve_seconds:g} allows 90 % of it; raise it, or fewer are used")
+            run.log(f"warning: GPTQ_RESERVE_SECONDS={config.gptq_reserve_seconds:g} is too short for "
+                    f"{batches} calibration batches ({seconds:.2f} s, plus a margin of 10%); will use fewer")
     with run.phase("rehearse_artifact"):
         data = b""
         if machine.rank == 0:
-            # One pass, of any size: no search for the budget.
+            # A single pass of any size: no search for the size that fits.
             data, _ = write_artifact(
                 training.model, replace(config, rate_control=False), hessians, "", sys.maxsize)
         model, _ = load_artifact(Path("rehearsal"), machine.gather(data)[0], is_ours=True)
         ready_model(model, machine, training.model.ops)
     rehearse_evaluation(model, config, run)
     if machine.on_gpu:
-        # The steps to come find the memory as if nothing had been.
+        # Training starts with the memory as if nothing had happened.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def warm_up(training: Training, resumed: dict[str, Any] | None = None) -> None:
-    """Rehearse the end, and compile each graph by WARMUP_STEPS real steps, if that is not 0.
+    """Unless WARMUP_STEPS is 0: rehearse the end, then compile each training graph with that many real steps.
 
-    Then undo all of it exactly, or become `resumed`.
+    Finally restore the exact initial state, or load `resumed`.
     """
     config = training.config
     run = training.run
     after = resumed or training.state()
     if config.warmup_steps > 0:
         rehearse_end(training)
-    # A graph runs with loops or without: it changes at this share of the run, if at all.
-    graphs = {loop_is_on(share, config): share for share in (0.0, config.enable_looping_at)}
-    for looping, share in graphs.items():
+    # There are two training graphs if recurrence turns on during the run, else one.
+    stages = [0.0]  # as fractions of the run
+    if loop_is_on(config.enable_looping_at, config) and not loop_is_on(0.0, config):
+        stages.append(config.enable_looping_at)
+    for progress in stages:
         training.loader.seek(0)
         with run.phase("warmup"):
             for number in range(1, config.warmup_steps + 1):
-                train_step(training, share)
-                run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping:d}")
+                train_step(training, progress)
+                run.log(f"warmup_step:{number}/{config.warmup_steps} "
+                        f"looping:{loop_is_on(progress, config):d}")
     training.load_state(after)
     if resumed:
         run.log(f"resumed:{run.directory} step:{training.step} "
@@ -5165,37 +5213,38 @@ def warm_up(training: Training, resumed: dict[str, Any] | None = None) -> None:
 
 
 def train(training: Training) -> None:
-    """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
+    """Train until the time limit or ITERATIONS. After a signal, save a checkpoint and end the process."""
     config = training.config
     run = training.run
     machine = run.machine
     every = config.checkpoint_every_seconds
-    # Steps that a GPU may be behind the host, so that it always has work.
-    behind = 2 if machine.on_gpu else 0
+    # The host runs at most this many steps ahead of a GPU, so that the GPU always has work.
+    steps_ahead = 2 if machine.on_gpu else 0
     seconds = machine.gather(training.seconds)[0]  # by the clock of rank 0
-    step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
+    step_seconds = seconds / max(training.step, 1)  # for a resumed run: the mean so far
     progress = run_progress(seconds, training.step, config)
     run.training = True
     while True:
         before = seconds
-        # The clock of rank 0, and whether any rank has caught a signal: as sums, on the host, so no device is
-        # asked. `gather` pickles, which costs eight ranks milliseconds a step.
+        # The clock of rank 0, and whether any rank has caught a signal: a sum over ranks, on the host, so no
+        # rank waits for its device. `gather` pickles, which takes eight ranks milliseconds per step.
         agreed = torch.tensor([training.seconds, run.stop_signal], dtype=torch.float64)
         if machine.rank != 0:
             agreed[0] = 0.0
         machine.add_up(agreed)
         seconds, caught = agreed.tolist()
-        # The slowest recent step, which fades by 10 % per step.
+        # The slowest recent step, fading by 10% per step.
         step_seconds = max(0.9 * step_seconds, seconds - before)
-        # The step to come must end in time, so must those the device still has to do, and one to spare.
-        ends_at = seconds + (2 + behind) * step_seconds
+        # The next step must end in time, and so must the steps still queued on the device, with one to spare.
+        ends_at = seconds + (2 + steps_ahead) * step_seconds
         stop = caught != 0 or run_progress(ends_at, training.step, config) >= 1
-        # The end is always saved: whatever fails after it can be done again from there.
+        # The end of training is always saved, so that whatever fails later can be repeated from there. Before
+        # that, save when another multiple of CHECKPOINT_EVERY_SECONDS has passed since the last step.
         save_now = stop or (every > 0 and seconds // every > before // every)
         validate_now = config.val_loss_every > 0 and (stop or training.step % config.val_loss_every == 0)
 
-        # Before the weights are used or the run ends, all steps must be checked.
-        read_results(training, leave=0 if save_now or validate_now else behind)
+        # Before the weights are saved or evaluated, or the run ends, all steps must have been checked.
+        read_results(training, leave=0 if save_now or validate_now else steps_ahead)
         if save_now:
             training.save()
         if validate_now and caught == 0:
@@ -5204,31 +5253,32 @@ def train(training: Training) -> None:
             break
 
         progress = run_progress(seconds, training.step, config)
+        lr_scale = learning_rate_scale(progress, training.step, config)
         try:
-            values = train_step(training, progress).to("cpu", non_blocking=True)
+            loss_and_norm = train_step(training, progress).to("cpu", non_blocking=True)
         except DataError:
-            # A shard was cut or removed. What was trained until now is sound, and can go on once it is back.
+            # A shard was truncated or removed. Training so far is sound and can resume once it is back.
             read_results(training, leave=0)
             training.save()
-            machine.gather(None)  # torchrun kills the others when a rank has left
+            machine.gather(None)  # torchrun kills the other ranks as soon as one exits
             raise
         copied = torch.cuda.current_stream().record_event() if machine.on_gpu else None
         training.step += 1
-        # Taken now: when the result is read, later steps have waited as well.
+        # Read it now: when the result is read, later steps will have added to it.
         wait_ms = training.loader.wait_ms
         training.loader.wait_ms = 0.0
-        training.unread.append(StepResult(training.step, progress, values, copied, wait_ms))
+        training.unread.append(StepResult(training.step, progress, lr_scale, loss_and_norm, copied, wait_ms))
     end_training(training)
 
 
 def end_training(training: Training) -> None:
-    """After the last step, which is saved: end the process if a signal has come."""
+    """After the last step, which has been saved: end the process if there was a signal."""
     run = training.run
-    run.training = False  # from here on a signal ends the process at once
+    run.training = False  # from here on, a signal ends the process at once
     caught = max(run.machine.gather(run.stop_signal))
     training.trace.finish()
     if caught != 0:
-        run.machine.gather(None)  # torchrun kills the others when a rank has left
+        run.machine.gather(None)  # torchrun kills the other ranks as soon as one exits
         run.log(f"stopped by signal {caught}; {run.ways_on()}")
         os._exit(128 + caught)
     if training.step < training.config.iterations:
@@ -5237,18 +5287,17 @@ def end_training(training: Training) -> None:
 
 
 def read_results(training: Training, leave: int) -> None:
-    """Check and tell all steps but the last `leave`, for which the host would wait. FloatingPointError.
+    """Check and log all steps except the newest `leave`, for which the host would have to wait.
 
-    All ranks call it together.
+    FloatingPointError if a loss or gradient norm is not finite. All ranks call it together.
     """
     machine = training.run.machine
     while len(training.unread) > leave:
-        # Two steps behind on a GPU: by then the numbers are there, and nobody waits.
         result = training.unread.pop(0)
         if result.copied is not None:
             result.copied.synchronize()
-        # The mean over the ranks: a loss that is not finite on one of them ends all with the same message.
-        values = result.values.double()
+        # The mean over ranks: if the loss of one rank is not finite, all end with the same message.
+        values = result.loss_and_norm.double()
         machine.add_up(values)
         loss, norm = (values / machine.world_size).tolist()
         if not math.isfinite(loss + norm):
@@ -5256,11 +5305,11 @@ def read_results(training: Training, leave: int) -> None:
                 f"step {result.step}, batch at token "
                 f"{training.config.train_batch_tokens * (result.step - 1)}: train_loss {loss}, grad_norm "
                 f"{norm}; lower MATRIX_LR and the other learning rates, or GRAD_CLIP_NORM")
-        tell_step(training, result, loss, norm)
+        log_step(training, result, loss, norm)
 
 
-def tell_step(training: Training, result: StepResult, loss: float, norm: float) -> None:
-    """The event of a step, and perhaps its line, in upstream's words."""
+def log_step(training: Training, result: StepResult, loss: float, norm: float) -> None:
+    """Record a step in metrics.jsonl and, if a line is due, log it in upstream's format."""
     config = training.config
     step = result.step
     seconds = training.seconds
@@ -5269,27 +5318,27 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
         "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens, grad_norm=norm,
         progress=result.progress, data_wait_max_ms=result.wait_ms)  # fmt: skip
     training.waits_ms.append(result.wait_ms)
-    if step == 100:  # the mean is steady, and nearly all of a paid run is still to come
-        training.run.log(f"pace:{1e3 * seconds / step:.2f}ms a step, at which MAX_WALLCLOCK_SECONDS="
-                         f"{config.max_wallclock_seconds:g} and ITERATIONS={config.iterations} end after "
-                         f"{step / run_progress(seconds, step, config):.0f} steps; looped layers and longer "
-                         "sequences make later ones longer")
+    step_ms = 1e3 * seconds / step
+    progress = run_progress(seconds, step, config)
+    run_seconds = seconds / progress  # of the whole training, at the mean pace so far
+    if step == 100:  # by now the mean is steady, and most of a paid run is still ahead
+        gets_slower = loop_is_on(1.0, config) and not loop_is_on(progress, config)
+        training.run.log(f"pace: {step_ms:.1f} ms/step → about {step / progress:,.0f} steps in "
+                         f"{run_seconds:,.0f} s{' (slower once recurrence turns on)' if gets_slower else ''}")
     every = config.train_log_every
     if every == 0 or (step > FIRST_STEPS and step % every != 0):
         return
-    # Half of the steps waited for less than the first, 1 % for more than the second.
-    p50, p99, most = np.percentile(training.waits_ms, [50, 99, 100])
+    p50, p99, longest = np.percentile(training.waits_ms, [50, 99, 100])
     training.waits_ms.clear()
     training.run.log(
         f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
-        f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
-        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} "
-        f"lr_scale:{learning_rate_scale(result.progress, step - 1, config):.4f} grad_norm:{norm:.3f} "
-        f"eta:{seconds / run_progress(seconds, step, config) - seconds:.0f}s")
+        f"step_avg:{step_ms:.2f}ms tok_s:{tokens / seconds:.0f} "
+        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{longest:.2f} "
+        f"lr_scale:{result.lr_scale:.4f} grad_norm:{norm:.3f} eta:{run_seconds - seconds:.0f}s")
 
 
 def validate(training: Training, label: str, looping: bool = True) -> None:
-    """Stop the clock, and score the current weights without overlap: a diagnostic, never the result.
+    """Stop the clock and evaluate the current weights on non-overlapping windows: only a diagnostic.
 
     looping: as in `GPT.forward`.
     """
@@ -5302,7 +5351,7 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
         ledger = score_roundtrip(training.model, data.tokens, training.config, clock, looping)
     score = ledger.score(data.bytes_total)
     val_seconds = time.perf_counter() - start
-    # The time of looking does not count as training.
+    # Validation does not count as training time.
     training.started += val_seconds
     training.val_seconds += val_seconds
     train_ms = 1e3 * training.seconds
@@ -5316,7 +5365,7 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
 
 
 def calibration_batches(training: Training) -> Iterator[Batch]:
-    """The training batches that follow the last step, while the clock allows; all ranks get equally many."""
+    """The training batches that follow the last step, while there is time; the same number on all ranks."""
     config = training.config
     machine = training.run.machine
     wanted = config.gptq_calibration_batches
@@ -5325,37 +5374,38 @@ def calibration_batches(training: Training) -> Iterator[Batch]:
         machine.wait()
         before = now
         now = machine.gather(training.seconds)[0]
-        # One more will take as long as the last; of the first one nothing is known. A tenth is to spare.
+        # Assume that the next batch takes as long as the last one, and keep a tenth of the reserve as a
+        # margin. The first batch is always taken, as nothing is known yet.
         ends_at = 2 * now - before + 0.1 * config.gptq_reserve_seconds
         if number > 0 and 0 < config.max_wallclock_seconds < ends_at:
-            training.run.log(f"warning: {number * machine.world_size} calibration batches, expected "
-                             f"GPTQ_CALIBRATION_BATCHES={wanted}; raise GPTQ_RESERVE_SECONDS")
+            training.run.log(f"warning: out of time after {number * machine.world_size} calibration batches, "
+                             f"expected GPTQ_CALIBRATION_BATCHES={wanted}; raise GPTQ_RESERVE_SECONDS")
             return
         yield training.loader.next_batch()
 
 
 # ============================================================================================================
-# main — a table of contents: check, prepare, warm up, train, ship, reload, evaluate, report.
+# main — a run from start to end: check, prepare, warm up, train, ship, reload, evaluate, report.
 # ============================================================================================================
 
 SETTINGS_FILE = "config.env"
 
 
 class Inputs(NamedTuple):
-    """What a run reads, checked before anything is written."""
+    """Everything a run reads, checked before anything is written."""
 
-    directory: Path  # where it will write
-    train_shards: list[Shard]  # none with EVAL_ONLY
+    directory: Path  # where the run will write
+    train_shards: list[Shard]  # empty with EVAL_ONLY
     validation: Validation
     source: bytes  # the script that runs
-    shipped: bytes  # the same script in the form that is counted
+    shipped: bytes  # the same script as it is counted towards ARTIFACT_BYTES_MAX
     hashes: dict[str, str]  # SHA-256 of code, tokenizer, shards and manifest
-    chosen: ChosenOps  # one choice of operations, for training and scoring
-    checkpoint: dict[str, Any]  # of the run that RESUME names
+    chosen: ChosenOps  # the implementations for training and evaluation
+    checkpoint: dict[str, Any]  # of the run that RESUME names; else empty
 
 
 class Trained(NamedTuple):
-    """What summary.json says about training; with EVAL_ONLY there was none."""
+    """What summary.json records about training; zeros with EVAL_ONLY."""
 
     steps: int = 0
     train_seconds: float = 0.0
@@ -5363,22 +5413,22 @@ class Trained(NamedTuple):
 
 
 def main() -> int:
-    """Do what the environment asks for. Exit status 0: finished; 1: an error, told in one message."""
+    """Run what the environment asks for. Exit status 0: finished; 1: an error, reported in one message."""
     if "-h" in sys.argv or "--help" in sys.argv:
         print_help()
         return 0
     run = None
     try:
         if len(sys.argv) > 1:
-            raise ConfigError(f"got {sys.argv[1:]} on the command line, where only --help is read; settings "
-                              "are variables of the environment: SEED=42 python train_gpt.py")  # fmt: skip
+            raise ConfigError(f"got {sys.argv[1:]} on the command line, expected only --help; settings are "
+                              "environment variables: SEED=42 python train_gpt.py")  # fmt: skip
         environ = with_config_of_run(os.environ)
         config = Config.from_env(environ)
         answers = notes_on_environment(environ, config.foreign_names)
         run = Run(this_machine(config, environ))
         for name in ENDING_SIGNALS:
             number: Any = getattr(signal, name, None)  # Windows has only the first two
-            # Whoever started us may ignore a signal for us, as nohup does with SIGHUP.
+            # The parent process may have chosen to ignore a signal, as nohup does with SIGHUP.
             if number is None:
                 continue
             if name in ("SIGTERM", "SIGINT") or signal.getsignal(number) != signal.SIG_IGN:
@@ -5389,16 +5439,16 @@ def main() -> int:
     except (ConfigError, DataError, ArtifactError, FloatingPointError, OSError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
-        message = ("error: out of GPU memory; lower MICRO_BATCH_TOKENS, VAL_BATCH_SIZE or, in test-time "
+        message = ("error: out of GPU memory; lower MICRO_BATCH_TOKENS, VAL_BATCH_SIZE or, for test-time "
                    f"training, TTT_BATCH_SEQS or TTT_BATCH_SIZE ({error})")  # fmt: skip
     except Exception:
-        # The traceback helps to mend an error of ours.
+        # A bug in this script: the traceback helps to fix it.
         message = traceback.format_exc().strip()
-    # What ended the run, and how to continue from what it has saved.
+    # Report what ended the run, and how to continue from what it has saved.
     if run is not None:
-        # A rank whose peer is gone only knows that. The peer itself prints the reason.
+        # All that this rank knows is that a peer is gone. The peer itself prints the reason.
         if re.match("Traceback.*(gloo/|pair closure|DistBackendError)", message, re.DOTALL):
-            message = "ends: another rank has ended or does not answer"
+            message = "stopped: another rank has ended or does not respond"
         if run.machine.world_size > 1:
             message = f"rank {run.machine.rank}: {message}"
         if run.directory is not None:
@@ -5409,18 +5459,18 @@ def main() -> int:
 
 
 def print_help() -> None:
-    """Print the head of this file and every variable."""
+    """Print the docstring of this file and all settings."""
     print_line(__doc__ or "")
-    print_line("Variables, also as KEY=VALUE lines of a file named by CONFIG:\n")
+    print_line("Settings: environment variables, or KEY=VALUE lines in the file named by CONFIG:\n")
     for spec, (name, value) in zip(fields(Config), Config().as_env().items(), strict=True):
         print_line(f"  {f'{name}={value}':<48} {spec.metadata['meaning']} "
                    f"{' | '.join(spec.metadata['among'])}".rstrip())  # fmt: skip
 
 
 def end_with_launcher(environ: Mapping[str, str]) -> None:
-    """Under torchrun, get SIGTERM once it is gone, on Linux.
+    """On Linux, ask for a SIGTERM when torchrun, our parent process, is gone.
 
-    torchrun passes on the signals that it handles. Any other kills it, and the ranks would run on alone.
+    torchrun forwards the signals that it handles. Any other signal kills it, and the ranks would run on.
     """
     if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -5428,22 +5478,22 @@ def end_with_launcher(environ: Mapping[str, str]) -> None:
 
 
 def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """`environ`; if it names no CONFIG, over that of the run which RESUME or EVAL_ONLY names.
+    """`environ`; if it has no CONFIG, on top of the settings of the run that RESUME or EVAL_ONLY names.
 
-    Of an artifact's folder, which may come from anybody, what says where to write is left out.
+    An artifact's folder may come from anybody, so its settings of where to write are ignored.
     """
     named = environ.get("RESUME") or environ.get("EVAL_ONLY")
     if not named or environ.get("CONFIG"):
         return environ
     path = find_path(named)
     if environ.get("RESUME") and not environ.get("EVAL_ONLY") and not path.is_dir():
-        raise ConfigError(f"RESUME={named}: no such directory; name that of a run that was stopped")
+        raise ConfigError(f"RESUME={named}: no such directory; set it to that of a run that was stopped")
     settings = (path if path.is_dir() else path.parent) / SETTINGS_FILE
-    # Beside an artifact that was copied there may be none. Then the defaults hold.
+    # There may be none next to an artifact that was copied. Then the defaults apply.
     if not os.path.lexists(settings):
         return environ
     if not settings.is_file():
-        raise ConfigError(f"{settings}: not an ordinary file; remove it, or name the settings by CONFIG")
+        raise ConfigError(f"{settings}: not an ordinary file; remove it, or set CONFIG to another file")
     if environ.get("RESUME"):
         return {**environ, "CONFIG": str(settings)}
     values = read_config_file(str(settings))
@@ -5453,21 +5503,21 @@ def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def whole_run(config: Config, run: Run, answers: list[str]) -> None:
-    """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds.
+    """Train and ship, unless EVAL_ONLY; then reload the artifact and evaluate exactly what it contains.
 
-    answers: lines for the log, about settings.
+    answers: lines about settings, for the log.
     """
     machine = run.machine
     tokenizer_sha256 = ""
     reading_began = time.perf_counter()
     if config.eval_only:
-        # The artifact defines the model. Other settings in the environment are ignored with a warning.
+        # The artifact defines the model. Settings that disagree with it are ignored with a warning.
         model, about = load_artifact(find_path(config.eval_only))
         tokenizer_sha256 = about.tokenizer_sha256
         for name, value in config.overrides().items():
             its = about.config.get(name, value)
             if its != value:
-                answers.append(f"warning: {name}={value} has no effect: the artifact has {its}")
+                answers.append(f"warning: {name}={value} is ignored: the artifact has {name}={its}")
         config = Config.from_values({**config.as_env(), **about.config})
 
     with run.phase("setup"):
@@ -5479,7 +5529,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
         reading_began = time.perf_counter()
     with run.phase("reload"):
         if not config.eval_only:
-            # Rank 0 wrote it on a disk that other nodes may not see. So it reads the file for all of them.
+            # Rank 0 wrote it to a disk that other nodes may not see, so it reads the file for all of them.
             path = run.path(ARTIFACT)
             data = path.read_bytes() if machine.rank == 0 else b""
             model, about = load_artifact(path, machine.gather(data)[0], is_ours=True)
@@ -5491,26 +5541,26 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
     scores = evaluate(model, config, run, inputs.validation, f"int{config.matrix_bits}")
     summarize(config, run, inputs, trained, about, scores, reloaded - reading_began, compile_seconds)
     if machine.rank == 0:
-        run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run is never resumed
+        run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run cannot be resumed
 
 
 def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
-    """Train, collect Hessians while the clock allows, and write the artifact: rank 0 does, all wait."""
-    with run.phase("setup"):
+    """Train, collect Hessians while there is time, and write the artifact: on rank 0, all others wait."""
+    with run.phase("build_model"):
         training = Training(
             config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes)
     warm_up(training, inputs.checkpoint)
     with run.phase("train"):
         train(training)
-    # Of training alone: how many batches are calibrated with depends on ranks and on the clock.
+    # Before calibration, whose number of batches depends on the clock and on the number of ranks.
     stream_hash = training.stream_hash()
     with run.phase("hessians"):
-        # From here on the EMA is the model: calibrated, shipped and scored.
+        # From here on, the EMA is the model that is calibrated, shipped and evaluated.
         training.optimizer.use_average()
         hessians: Hessians = {}
         if config.gptq:
             hessians = collect_hessians(training.model, calibration_batches(training))
-            run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
+            run.log(f"gptq:collected {len(hessians)} Hessians, {training.seconds:.2f}s since training began")
         validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
         run.log(f"timing_train_loop_ms:{1e3 * training.seconds:.0f}ms "
                 f"timing_val_total_ms:{1e3 * training.val_seconds:.0f}ms\n"
@@ -5520,7 +5570,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
     training.loader.close()
     with run.phase("quantize"):
         if run.machine.rank == 0:
-            # A longer script leaves fewer bytes for weights.
+            # The script and the weights share the limit.
             budget = config.artifact_bytes_max - len(inputs.shipped)
             data, line = write_artifact(training.model, config, hessians, inputs.hashes["tokenizer"], budget)
             keep_artifact(run.path(ARTIFACT), data, config)
@@ -5532,7 +5582,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
 
 
 def save_float(model: GPT, run: Run) -> None:
-    """Write the weights before quantization, too; where that fails, the run goes on."""
+    """Write the unquantized weights, too. If that fails, the run continues."""
     weights = torch_file(model.state_dict())
     try:
         write_whole(run.path("final_model.pt"), weights)
@@ -5542,7 +5592,7 @@ def save_float(model: GPT, run: Run) -> None:
 
 
 def settings_file(config: Config) -> bytes:
-    """A CONFIG that starts such a run again."""
+    """The contents of a CONFIG file that repeats this run."""
     settings = ""
     for name, value in config.as_env().items():
         comment = "# " if name in SETTINGS_OF_A_START else ""
@@ -5551,9 +5601,9 @@ def settings_file(config: Config) -> bytes:
 
 
 def keep_artifact(path: Path, data: bytes, config: Config) -> None:
-    """Write the artifact of a run; where its disk is full, with its settings, to a temporary folder or home.
+    """Write the artifact; if the disk is full, save it with its settings in a temporary folder or in home.
 
-    Raises ConfigError with the command that scores it there, since the run cannot go on.
+    The run cannot continue from there, so this raises ConfigError with the command that evaluates the copy.
     """
     try:
         write_whole(path, data)
@@ -5567,18 +5617,18 @@ def keep_artifact(path: Path, data: bytes, config: Config) -> None:
                 continue
             kept = shlex.quote(str(spare))
             command = f"RUNS_DIR={kept} EVAL_ONLY={kept}/{path.name} python {shlex.quote(sys.argv[0])}"
-            raise ConfigError(f"{error}. The artifact and its settings are kept in {kept}; this scores it: "
-                              f"{command}") from error  # fmt: skip
+            raise ConfigError(f"{error}. The artifact and its settings were saved in {kept}; to evaluate it, "
+                              f"run: {command}") from error  # fmt: skip
         raise
 
 
 def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
-    """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together.
+    """Check within seconds what a user can get wrong, before anything is written. All ranks call it together.
 
     tokenizer_sha256: of the artifact that EVAL_ONLY names. Raises ConfigError, DataError, ArtifactError.
     """
     machine = run.machine
-    # The headers of all shards; the ids of validation and of the first training shard.
+    # This reads the headers of all shards, but the tokens only of validation and the first training shard.
     folder = find_path(config.data_path)
     pattern = glob.escape(str(folder))
     train_shards = [] if config.eval_only else open_shards(f"{pattern}/fineweb_train_[0-9]*.bin")
@@ -5586,10 +5636,10 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
 
     manifest = read_manifest(folder)
 
-    # One tokenizer made the shards, the artifact and the bytes that are counted. It has VOCAB_SIZE pieces.
+    # Shards, artifact and byte counts must come from the same tokenizer, with VOCAB_SIZE pieces.
     load_tokenizer(config)
     source = Path(__file__).read_bytes()
-    # Names and sizes stand for gigabytes of shards, which take minutes to hash.
+    # Hashing gigabytes of shards would take minutes, so hash their names and sizes.
     listing = {shard.path.name: shard.tokens for shard in (*train_shards, *val_shards)}
     manifest_file = folder / "manifest.json"
     read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
@@ -5601,15 +5651,15 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     made_by = manifest.tokenizer_sha256
     for maker, expected in ((manifest_file, made_by), ("EVAL_ONLY's artifact", tokenizer_sha256)):
         if expected not in ("", hashes["tokenizer"]):
-            raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: sha256 {hashes['tokenizer']}, expected "
-                            f"{expected} by {maker}; name that tokenizer")  # fmt: skip
+            raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: has sha256 {hashes['tokenizer']}, but "
+                            f"{maker} expects {expected}; use that tokenizer")  # fmt: skip
 
     for shard in (val_shards[0], *train_shards[:1]):
         check_first_token(shard, read_tokens(shard, config.vocab_size))
     validation = read_validation(val_shards, config)
     check_text(validation.tokens, config, manifest)
 
-    # The ranks do the same, a resumed run goes on with the same, and the batch and the model have room.
+    # All ranks must agree.
     mine = {**config.as_env(), **hashes, "torch": torch.__version__, "dtype": machine.dtype}
     for rank, theirs in enumerate(machine.gather(mine)):
         for name, value in mine.items():
@@ -5620,7 +5670,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     shipped = with_settings(shipped_code(source), config)
     if train_shards:
         check_memory(config, machine)
-        next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
+        next(shard_visits(config, train_shards, 0))  # DataError if no shard holds a whole sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
     return Inputs(
         choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
@@ -5628,24 +5678,24 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
 
 
 def check_first_token(shard: Shard, tokens: Array) -> None:
-    """DataError if a split does not begin with a document, as its first shard must; later ones may not."""
+    """DataError if the first shard of a split does not begin with a document. Later shards need not."""
     if tokens[0] == BOS_ID:
         return
     begins = np.flatnonzero(tokens == BOS_ID)
     if len(begins) == 0:
-        raise DataError(f"{shard.path}: begins with id {tokens[0]} and has no BOS={BOS_ID} anywhere, "
-                        "expected one before each document; export it again, with BOS as id 1")  # fmt: skip
+        raise DataError(f"{shard.path}: begins with id {tokens[0]} and has no BOS={BOS_ID} at all, expected "
+                        "one before each document; export it again, with 1 as the id of BOS")  # fmt: skip
     raise DataError(
-        f"{shard.path}: begins inside a document, with id {tokens[0]}, expected BOS={BOS_ID} in the first "
-        "shard of a split. Is it a later shard, copied alone? Put the shards before it beside it, numbered "
-        f"from 000000, or drop the {begins[0]} ids before its first document")
+        f"{shard.path}: begins inside a document, with id {tokens[0]}, expected BOS={BOS_ID} at the start of "
+        "the first shard. Is it a later shard, copied alone? Add the shards before it, numbered from 000000, "
+        f"or drop the {begins[0]} ids before its first document")
 
 
 def check_memory(c: Config, machine: Machine) -> None:
-    """ConfigError for a micro-batch that the memory of this rank's device cannot hold.
+    """ConfigError if a micro-batch cannot fit into the memory of this rank's device.
 
-    The estimate is a lower bound: of what the backward pass reads, the logits, the hidden values of the
-    MLPs, and on a CPU one mask of attention.
+    The estimate is a lower bound. It counts the logits, the hidden activations of the MLPs and, on a CPU, one
+    attention mask.
     """
     tokens = c.train_batch_tokens // machine.world_size // micro_steps_per_step(c, machine.world_size)
     values = c.vocab_size + c.num_layers * c.mlp_dim
@@ -5659,90 +5709,92 @@ def check_memory(c: Config, machine: Machine) -> None:
     needed_bytes = machine.dtype.itemsize * tokens * values
     if needed_bytes > memory_bytes:
         raise ConfigError(
-            f"TRAIN_SEQ_LEN={c.train_seq_len} MICRO_BATCH_TOKENS={c.micro_batch_tokens}: {tokens} "
-            f"tokens at once need {needed_bytes >> 20} MiB at least, this device has {memory_bytes >> 20} "
-            "MiB; lower MICRO_BATCH_TOKENS, or both")
+            f"TRAIN_SEQ_LEN={c.train_seq_len} MICRO_BATCH_TOKENS={c.micro_batch_tokens}: a micro-batch of "
+            f"{tokens} tokens takes at least {needed_bytes >> 20} MiB, but this device has "
+            f"{memory_bytes >> 20} MiB; lower MICRO_BATCH_TOKENS, or both")
 
 
 def check_manifest(path: Path, manifest: Manifest, tokens_of: Mapping[str, int]) -> None:
-    """DataError if a manifest lists other shards than are there.
+    """DataError if the shards and their sizes differ from those in the manifest.
 
-    tokens_of: tokens of each of them. data/fineweb.py --verify compares contents, in minutes.
+    tokens_of: the tokens of each shard, by file name. data/fineweb.py --verify compares contents, which takes
+    minutes.
     """
-    # Sidecars are checked with the bytes that they count.
+    # `token_bytes` checks the sidecars.
     odd = {name for name, _ in manifest.files.items() ^ tokens_of.items() if "_val_bytes_" not in name}
     if manifest.files and odd:
-        raise DataError(f"{path}: differs from the manifest: {', '.join(sorted(odd))}. Fetch the data "
-                        "again, or remove foreign files")  # fmt: skip
+        raise DataError(f"{path}: these files differ from the manifest: {', '.join(sorted(odd))}. Fetch the "
+                        "data again, or remove foreign files")  # fmt: skip
 
 
 def read_validation(shards: list[Shard], config: Config) -> Validation:
-    """The text to score, and its bytes. DataError if it has none, or others than the manifest has audited."""
+    """Read the validation data. DataError if it has no bytes, or not as many as the manifest audited."""
     folder = find_path(config.data_path)
     tokens = np.concatenate([read_tokens(shard, config.vocab_size) for shard in shards])
     bytes_total = int(token_bytes(tokens, config).sum())
     manifest = read_manifest(folder)
     if manifest.audited_bytes not in (None, bytes_total):
-        raise DataError(f"DATA_PATH={folder}: the bytes of validation are {bytes_total}, manifest.json has "
-                        f"audited {manifest.audited_bytes}; get the data again, see data/README.md")
+        raise DataError(f"DATA_PATH={folder}: validation has {bytes_total} bytes, but manifest.json audited "
+                        f"{manifest.audited_bytes}; get the data again, see data/README.md")
     official = official_name(separate_pairs(tokens, manifest.fused), bytes_total, config.vocab_size)
     mark = ""
     if config.val_tokens_limit:
-        tokens = tokens[: config.val_tokens_limit + 1]  # so many targets: one token more
+        tokens = tokens[: config.val_tokens_limit + 1]  # N targets take N + 1 tokens
         bytes_total = int(token_bytes(tokens, config).sum())
         mark = " comparable:0"
     if bytes_total == 0:
-        raise DataError(f"{shards[0].path.parent}: {len(tokens)} validation tokens have no bytes")
+        raise DataError(f"{shards[0].path.parent}: {len(tokens)} validation tokens have no bytes; get the "
+                        "data again, or raise VAL_TOKENS_LIMIT if it is set")  # fmt: skip
     return Validation(tokens, bytes_total, mark, official, manifest.audited_bytes)
 
 
-def refuse_links(directory: Path) -> None:
-    """ConfigError if a file of a run to be resumed leads elsewhere: the run would write there."""
+def reject_links(directory: Path) -> None:
+    """ConfigError if a file in the directory to be resumed is a link: the run would write to its target."""
     for entry in os.scandir(directory):
         found = entry.stat(follow_symlinks=False)
         is_file = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
         if not is_file and not stat.S_ISDIR(found.st_mode):
             raise ConfigError(
-                f"RESUME={directory}: {entry.name} is a link, a file with several names, or not a file; a "
-                "run writes to its files, so they must be its own: put a copy in its place, or remove it")
+                f"RESUME={directory}: {entry.name} is a link, has several names, or is not a file, but a run "
+                "only writes to files of its own; replace it by a copy, or remove it")
 
 
 def choose_directory(config: Config, machine: Machine) -> Path:
-    """Where the run will write, the same on all ranks; nothing is made yet. ConfigError."""
+    """Choose the run directory, the same on all ranks, without creating it. ConfigError if it is unusable."""
     if config.resume:
         directory = find_path(config.resume)
-        refuse_links(directory)
+        reject_links(directory)
         return directory
-    # Clocks of machines differ: rank 0 decides on a name made of the time.
+    # The name contains the time and machines have different clocks, so rank 0 chooses it.
     name = config.run_id or time.strftime(f"%Y%m%d-%H%M%S-seed{config.seed}")
     directory = Path(machine.gather(f"{config.runs_dir}/{name}")[0])
     if machine.rank == 0:
         if os.path.lexists(directory):
             raise ConfigError(f"RUN_ID={name}: {directory} exists, and nothing is overwritten; set another "
-                              f"RUN_ID, or, if it holds a {CHECKPOINT}, RESUME={shlex.quote(str(directory))}")
-        # Logs and the nats of documents; two checkpoints, since the new one is written beside the old one,
-        # with at most 16 bytes a weight.
+                              f"RUN_ID or, if it has a {CHECKPOINT}, RESUME={shlex.quote(str(directory))}")
+        # Room for logs and nats, and for two checkpoints of at most 16 bytes per parameter: the new one is
+        # written before the old one goes.
         needed_bytes = 1 << 20
         if not config.eval_only:
             needed_bytes += config.artifact_bytes_max + 2 * 16 * count_parameters(config)
         place = next(folder for folder in directory.absolute().parents if folder.exists())
         if not place.is_dir():
-            raise ConfigError(f"{place}: a run needs a folder to write to, and this is a file: set RUNS_DIR")
+            raise ConfigError(f"{place}: a run writes to a folder, but this is a file; set RUNS_DIR")
         free_bytes = shutil.disk_usage(place).free
         if free_bytes < needed_bytes:
-            raise ConfigError(f"{place}: {free_bytes >> 20} MiB are free, a run needs "
-                              f"{needed_bytes >> 20} MiB; make room or set RUNS_DIR")  # fmt: skip
+            raise ConfigError(f"{place}: {free_bytes >> 20} MiB are free, but a run takes up to "
+                              f"{needed_bytes >> 20} MiB; free some space or set RUNS_DIR")  # fmt: skip
     return directory
 
 
 def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> None:
-    """Make the run directory, or reopen RESUME's, and begin its log in upstream's words.
+    """Create the run directory, or reopen that of RESUME, and start its log in upstream's format.
 
-    All ranks call it together. answers: lines for the log, about settings.
+    All ranks call it together. answers: lines about settings, for the log.
     """
     machine = run.machine
     if machine.rank == 0 and not config.resume:
-        inputs.directory.mkdir(parents=True)  # fails where another run was faster: nothing is overwritten
+        inputs.directory.mkdir(parents=True)  # fails if another run has just created it
     machine.gather(None)
     run.directory = inputs.directory
     if machine.rank == 0:
@@ -5752,11 +5804,11 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
         write_whole(run.path(SETTINGS_FILE), settings_file(config))
     data = inputs.validation
     folder = find_path(config.data_path)
-    # Who looks at the console of another node would else search there for what rank 0 writes.
+    # Tell the consoles of other nodes where rank 0 writes.
     nodes = machine.gather((platform.node(), os.environ.get("GROUP_RANK")))
     if nodes.index(nodes[machine.rank]) == machine.rank != 0:
-        print_line(f"rank {machine.rank} on {platform.node()}: rank 0, on {nodes[0][0]}, writes the run, to "
-                   f"{run.directory} there; here only traces are written")  # fmt: skip
+        print_line(f"rank {machine.rank} on {platform.node()}: only traces are written here; rank 0 writes "
+                   f"the run to {run.directory} on {nodes[0][0]}")  # fmt: skip
     if len(set(nodes)) > 1:
         answers = [f"nodes:{len(set(nodes))} written by rank 0 on {nodes[0][0]}: "
                    f"{inputs.directory.absolute()}", *answers]
@@ -5776,8 +5828,7 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
-        f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then scores of "
-        f"{len(data.tokens) - 1} targets, {config.max_eval_seconds:g}s; quick: TTT_ENABLED=0 EVAL_STRIDE=0",
+        plan_line(config, len(data.tokens) - 1),
         f"seed:{config.seed}",
         f"train_io:prefetch:{config.train_prefetch} "
         f"copy_stream:{config.train_copy_stream and machine.on_gpu} "
@@ -5791,8 +5842,22 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
         run.log(line)
 
 
+def plan_line(config: Config, targets: int) -> str:
+    """How long this run will take at most, and how to make it shorter: one line for the log."""
+    line = "plan: "
+    if not config.eval_only:
+        time_limit = f" or {config.max_wallclock_seconds:g} s" if config.max_wallclock_seconds else ""
+        line += f"{config.iterations:,} steps{time_limit}, then "
+    line += f"evaluate {targets:,} tokens"
+    if config.ttt_enabled and config.max_eval_seconds:  # without test-time training there is no time limit
+        line += f" (≤{config.max_eval_seconds:g} s)"
+    shortcuts = ["TTT_ENABLED=0"] if config.ttt_enabled else []
+    shortcuts += ["EVAL_STRIDE=0"] if config.eval_stride else []
+    return f"{line}. Faster: {' '.join(shortcuts)}" if shortcuts else line
+
+
 def log_limit(run: Run, name: str, value: float, limit: float) -> dict[str, Any]:
-    """Print whether a limit was kept; 0: there is none. Returns what summary.json says of it."""
+    """Log whether a limit was kept; 0: there is none. Returns its entry in summary.json."""
     is_kept = limit == 0 or value <= limit
     verdict = f" of {limit:.10g} {'ok' if is_kept else 'EXCEEDED'}" if limit else ", no limit"
     run.log(f"limit:{name} {value:.10g}{verdict}")
@@ -5803,10 +5868,10 @@ def summarize(
     config: Config, run: Run, inputs: Inputs, trained: Trained, about: About, scores: dict[str, Score],
     reload_seconds: float, compile_seconds: float,
 ) -> None:  # fmt: skip
-    """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it.
+    """Log sizes, limits and results, and write them to summary.json. All ranks call it together.
 
-    reload_seconds: from reading the artifact until its model was ready. compile_seconds: from then until its
-    first score began.
+    reload_seconds: from reading the artifact until its model was ready. compile_seconds: from then until the
+    first evaluation began.
     """
     machine = run.machine
     code_bytes = len(inputs.shipped)
@@ -5815,13 +5880,13 @@ def summarize(
             f"Serialized model int{config.matrix_bits}+rans: {about.bytes} bytes\n"
             f"Total submission size int{config.matrix_bits}+rans: {total_bytes} bytes")
 
-    scoring_seconds = run.phases[f"eval_{next(iter(scores))}"]  # of the score that ranks
+    scoring_seconds = run.phases[f"eval_{next(iter(scores))}"]  # of the headline metric
     limits = {
         "train_seconds": log_limit(run, "train_seconds", trained.train_seconds, config.max_wallclock_seconds),
         "eval_seconds": log_limit(run, "eval_seconds", scoring_seconds, config.max_eval_seconds),
         "artifact_bytes": log_limit(run, "artifact_bytes", total_bytes, config.artifact_bytes_max),
     }
-    # Whether the limit is meant for scoring alone, or for all from the artifact on, is contested.
+    # It is disputed whether the limit applies to scoring alone or to everything after reading the artifact.
     from_artifact_seconds = reload_seconds + compile_seconds + scoring_seconds
     run.log(f"eval_clock: scoring {scoring_seconds:.2f} s, from reading the artifact "
             f"{from_artifact_seconds:.2f} s (reload {reload_seconds:.2f} s, "
@@ -5874,4 +5939,4 @@ def summarize(
 
 
 if __name__ == "__main__":
-    os._exit(main())  # peers may wait in a collective that this rank never joins
+    os._exit(main())  # a normal exit could hang: peers may wait in a collective that this rank never joins

@@ -80,7 +80,7 @@ def passes_of_documents(tokens: np.ndarray, config: Config) -> Iterator[Pass]:
         for chunk in scorer.chunks(batch):
             # Rows are padded to a multiple of 16, as the script does it for its kernels.
             length = math.ceil((chunk.stop - chunk.first) / 16) * 16
-            numbers = chunk.learning * len(scorer.first_P)
+            numbers = chunk.learning * len(scorer.initial_P)
             yield Pass(len(chunk.documents) * length, learning=numbers > 0, adapter_numbers=numbers)
 
 

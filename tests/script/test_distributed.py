@@ -16,7 +16,7 @@ import train_gpt
 from tests.support.planted import after_step, in_phase, send, signal_at_step
 from tests.support.processes import ROUNDED, SCRIPT, Ended, Lab, train_losses
 
-PEER_IS_GONE = "rank 0: ends: another rank has ended or does not answer\n"
+PEER_IS_GONE = "rank 0: stopped: another rank has ended or does not respond\n"
 
 
 def finish(lab: Lab, count: int, **changes: Any) -> Ended:

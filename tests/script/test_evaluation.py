@@ -79,17 +79,17 @@ def plain_ttt(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
 def test_a_ledger_takes_each_score_once_and_gives_scored_tokens_only() -> None:
     ledger = Ledger(np.arange(11))
     ledger.record(0, np.ones(4))
-    with pytest.raises(ValueError, match=r"targets 3\.\.5, but target 3 has its score"):
+    with pytest.raises(ValueError, match=r"targets 3\.\.5, .*target 3 "):
         ledger.record(3, np.ones(2))
-    with pytest.raises(FloatingPointError, match=r"target 5 has a loss that is not finite.*TTT_LORA_LR"):
+    with pytest.raises(FloatingPointError, match=r"target 5 .*not finite.*TTT_LORA_LR"):
         ledger.record(4, np.array([1.0, np.nan]))
     assert ledger.scored == 4
     # In any order, but all of them, and each once.
     ledger.record(6, np.full(3, 0.5))
-    with pytest.raises(ValueError, match=r"targets 4\.\.8, but target 6 has its score"):
+    with pytest.raises(ValueError, match=r"targets 4\.\.8, .*target 6 "):
         ledger.record(4, np.ones(4))
     assert ledger.scored == 7
-    with pytest.raises(ValueError, match="3 targets were never scored, the first is 4"):
+    with pytest.raises(ValueError, match=r"3 targets were never scored\b.* 4$"):
         ledger.score(1)
     with pytest.raises(ValueError, match="read-only"):
         ledger.nats[0] = 0.0
@@ -119,7 +119,7 @@ def test_a_ledger_takes_each_score_once_and_gives_scored_tokens_only() -> None:
 
 @pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2), (-1, 1)])
 def test_a_ledger_has_no_place_beyond_the_stream(start: int, count: int) -> None:
-    with pytest.raises(ValueError, match="none beyond 10"):
+    with pytest.raises(ValueError, match=rf"targets {start}\.\.{start + count}, .*\.\.10$"):
         Ledger(np.arange(11)).record(start, np.ones(count))
 
 
@@ -391,7 +391,7 @@ def test_diagnostics_follow_in_time(limit: str, left_out: int, monkeypatch: pyte
     run = Timed(train_gpt.Machine())
     scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, ""), "int6")
     assert next(iter(scores)) == "legal_ttt"
-    told = [line.split()[0] for line in run.lines if " is left out: it would end after MAX_EVAL_" in line]
+    told = [line.split()[0] for line in run.lines if " MAX_EVAL_SECONDS=" in line]
     assert len(told) == left_out and len(scores) == 3 - left_out, run.lines
 
 

@@ -368,7 +368,7 @@ def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) ->
     training: Any = Clocked(config=config, run=run, step=0, unread=[], loader=device, save=lambda: None)
     monkeypatch.setattr(train_gpt, "train_step", device.step)
     monkeypatch.setattr(train_gpt, "end_training", lambda *_: None)
-    monkeypatch.setattr(train_gpt, "tell_step", lambda _, result, *__: device.told.append(result))
+    monkeypatch.setattr(train_gpt, "log_step", lambda _, result, *__: device.told.append(result))
     monkeypatch.setattr(train_gpt.torch.cuda, "current_stream", lambda: device)
     train_gpt.train(training)
     return training.step
