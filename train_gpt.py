@@ -1896,11 +1896,11 @@ def ready_model(model: GPT, machine: Machine, ops: Ops) -> GPT:
 
 
 # ============================================================================================================
-# OPTIMIZER — Parallel Muon for the banks, AdamW for the rest, and the moving average of all weights.
+# OPTIMIZER — Parallel Muon for the banks, AdamW for the rest, and a moving average of all parameters.
 # ============================================================================================================
 
-# Amsel et al., arXiv 2505.16932, in the numbers of modded-nanogpt: for five iterations. They include a safety
-# factor of 0.02, so the matrices need not be divided by 1.02 before.
+# Polar Express (Amsel et al., arXiv 2505.16932): modded-nanogpt's coefficients for five iterations. A safety
+# factor of 0.02 is built in, so the matrices need not be divided by 1.02 first.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -1912,20 +1912,20 @@ FIXED_QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al., Muon
 
 
 def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool, dtype: torch.dtype) -> Tensor:
-    """Near-orthogonal factor of each matrix (N, R, C) by Newton-Schulz, in contiguous memory.
+    """Replace each matrix (N, R, C) by a nearly orthogonal one with Newton-Schulz; the result is contiguous.
 
-    steps: iterations. dtype: of their matrix products.
+    steps: number of iterations. dtype: of the matmuls.
     """
-    # The product of a matrix with its transpose is smallest for wide ones.
+    # Transpose tall matrices, because the Gram matrix R x R is smaller for wide ones.
     tall = update_NRC.size(1) > update_NRC.size(2)
     x = update_NRC.mT if tall else update_NRC
     x = x.to(dtype)
-    # The iteration converges for singular values up to one.
+    # The iteration converges only for singular values up to 1.
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for number in range(steps):
         # Every singular value s becomes a·s + b·s³ + c·s⁵.
         a, b, c = FIXED_QUINTIC
-        if polar_express:  # beyond five iterations it repeats the last one
+        if polar_express:  # more than five iterations repeat the last triple
             a, b, c = POLAR_EXPRESS[min(number, len(POLAR_EXPRESS) - 1)]
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -1934,21 +1934,21 @@ def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool, dtype: to
 
 
 def gradients_of(parameters: list[nn.Parameter]) -> list[Any]:
-    """The gradients after a backward pass: tensors, as every parameter takes part in the loss."""
+    """The gradients after a backward pass. None is missing, because the loss depends on every parameter."""
     return [parameter.grad for parameter in parameters]
 
 
 class Optimizer:
-    """One step over all parameters. All ranks call it together; any number gives the same step, to rounding.
+    """Updates all parameters. All ranks call its methods together; their number only changes rounding.
 
-    Each rank orthogonalises an equal part of every bank (Parallel Muon, PR #399). `average` is the
-    exponential moving average of all weights (PR #287); with EMA_DECAY=0 it is the weights themselves.
+    Each rank orthogonalizes an equal share of every bank (Parallel Muon, PR #399). `average` is the
+    exponential moving average of all parameters (PR #287); with EMA_DECAY=0 it is the parameters themselves.
     """
 
     def __init__(self, model: GPT, c: Config, machine: Machine) -> None:
         self.config = c
         self.machine = machine
-        # On a CPU nearly all the time goes into matrix products, which no compiler makes faster.
+        # On a CPU nearly all the time goes into matmuls, which torch.compile does not speed up.
         self.orthogonalize = machine.compile(orthogonalize) if machine.on_gpu else orthogonalize
         self.weights = [parameter.detach() for parameter in model.parameters()]
         self.average = [weight.clone() for weight in self.weights] if c.ema_decay else self.weights
@@ -1958,16 +1958,16 @@ class Optimizer:
         def group(kind: str) -> list[nn.Parameter]:
             return [weights for name, weights in model.named_parameters() if table[name].optimizer == kind]
 
-        # The largest bank first: its communication is the longest, and overlaps with the work on the others.
+        # Largest bank first: its communication takes longest, and overlaps with the work on the others.
         self.banks = sorted(group("muon"), key=Tensor.numel, reverse=True)
-        # The states of Muon: one tensor a bank, of the matrices that this rank updates. A new one needs an
-        # entry here and its use in `_muon_update`: a checkpoint holds all of them, for any number of ranks.
+        # Muon's state: in each entry one tensor per bank, for the matrices that this rank updates. To add a
+        # state, add an entry here and use it in `_muon_update`; checkpoints save every entry.
         self.states = {
             "momenta": [torch.zeros_like(self._part(bank)) for bank in self.banks],
         }
 
         self.small = group("embedding") + group("scalar") + group("head")
-        # An embedding that is not the head as well needs a much larger rate.
+        # An embedding that is not also the head needs a much larger learning rate.
         embed_lr = c.tied_embed_lr if c.tie_embeddings else c.embed_lr
         self.adam = torch.optim.AdamW([
             {"params": group("embedding"), "base_lr": embed_lr, "weight_decay": c.embed_wd},
@@ -1979,25 +1979,26 @@ class Optimizer:
     def step(
         self, lr_scale: float, momentum: float, step: int = 0, lap: Callable[[str], None] = lambda name: None
     ) -> Tensor:
-        """Update all weights from their gradients, which are used up, and the average of the weights.
+        """Update all parameters from their gradients, then the moving average. The gradients are consumed.
 
-        The gradients are the means of this rank. lr_scale: factor on every learning rate. momentum: of Muon.
-        step: how many came before. lap: called before and after the clipping, with the name of the part that
-        ends. Returns the global gradient norm before clipping, on the device.
+        Each rank's gradients must be those of its mean loss. lr_scale: factor on every learning rate.
+        momentum: Muon's. step: number of steps before this one. lap: called with the name of the part that
+        has just ended, before and after clipping. Returns the global gradient norm before clipping, on the
+        device.
         """
-        # Phase 1: the gradients of all ranks become their mean.
+        # Phase 1: average the gradients over the ranks.
         slices, small = self._reduce()
         lap("optimizer")
-        # Phase 2: bound the global norm.
+        # Phase 2: clip the global norm.
         norm = self._clip(slices, small)
         lap("grad_clip")
-        # Phase 3: AdamW on the tables of the vocabulary and the small tensors.
+        # Phase 3: AdamW on the embedding, the head and the small tensors.
         for group in self.adam.param_groups:
             group["lr"] = lr_scale * group["base_lr"]
         self.adam.step()
         # Phase 4: Muon on the banks.
         self._update_banks(slices, lr_scale * self.config.matrix_lr, momentum)
-        # Phase 5: the average follows the weights, faster at first: a short run forgets its start.
+        # Phase 5: update the average. Its decay is smaller at first, so that it forgets the initialization.
         if self.config.ema_decay:
             decay = min(self.config.ema_decay, (1 + step) / (10 + step))
             torch._foreach_lerp_(self.average, self.weights, 1.0 - decay)
@@ -2007,21 +2008,21 @@ class Optimizer:
         return norm
 
     def use_average(self) -> None:
-        """Replace the weights by their average; once a run."""
+        """Replace the parameters by their average; called once, after training."""
         torch._foreach_copy_(self.weights, self.average)
 
     def state(self) -> dict[str, Any]:
-        """A copy of weights and state, the same for any world size; all ranks call it together."""
+        """A copy of parameters and optimizer state that any number of ranks can load."""
         muon = {name: [whole for _, whole in self._gather(parts)] for name, parts in self.states.items()}
         return copy.deepcopy({
             "weights": self.weights, "average": self.average, "adam": self.adam.state_dict(), "muon": muon,
         })  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`, on any world size. ConfigError if it has other states of Muon."""
+        """Restore what `state` returned, on any number of ranks. ConfigError if Muon's state differs."""
         muon = state["muon"]
         if muon.keys() != self.states.keys():
-            raise ConfigError(f"RESUME: the checkpoint has {list(muon)}, expected "
+            raise ConfigError(f"RESUME: the checkpoint has the Muon states {list(muon)}, expected "
                               f"{list(self.states)}; resume with the train_gpt.py that wrote it")
         torch._foreach_copy_(self.weights, state["weights"])
         torch._foreach_copy_(self.average, state["average"])
@@ -2031,19 +2032,19 @@ class Optimizer:
         self.adam.load_state_dict(state["adam"])
 
     def _reduce(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients as means over the ranks: of the banks this rank's matrices, of the others all."""
+        """Gradients averaged over the ranks: this rank's matrices of each bank, and all small tensors."""
         whole = gradients_of(self.banks)
         small = gradients_of(self.small)
         if self.machine.world_size == 1:
             return whole, small
-        # Start all, then wait for all. Since torch 2.13 the former name warns.
+        # Start everything, then wait for it. torch 2.13 renamed this collective; the old name warns.
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         slices = [torch.empty_like(momenta) for momenta in self.states["momenta"]]
         handles = [
-            reduce_scatter(mine, self._fill(gradient), async_op=True)
+            reduce_scatter(mine, self._pad(gradient), async_op=True)
             for mine, gradient in zip(slices, whole, strict=True)
         ]
-        # Many small tensors travel as one.
+        # One all-reduce for the many small tensors.
         flat = nn.utils.parameters_to_vector(small)
         handles.append(dist.all_reduce(flat, async_op=True))
         for handle in handles:
@@ -2053,10 +2054,10 @@ class Optimizer:
         return slices, small
 
     def _clip(self, slices: list[Tensor], small: list[Tensor]) -> Tensor:
-        """Scale the gradients to a global norm of at most GRAD_CLIP_NORM; returns the norm before."""
+        """Clip the gradients to a global norm of GRAD_CLIP_NORM, in place; returns the norm before that."""
         squared = nn.utils.get_total_norm(slices).square()
-        self.machine.add_up(squared)  # every rank has other matrices of the banks
-        # The small ones are whole on every rank: they count once.
+        self.machine.add_up(squared)  # each rank holds different matrices of the banks
+        # Every rank holds all small gradients, so they are not summed over the ranks.
         norm = (squared + nn.utils.get_total_norm(small).square()).sqrt()
         if self.config.grad_clip_norm:
             factor = (self.config.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -2064,74 +2065,84 @@ class Optimizer:
         return norm
 
     def _update_banks(self, gradients: list[Tensor], lr: float, momentum: float) -> None:
-        """Muon (Jordan et al.): a step along the orthogonal factor, with decoupled weight decay."""
-        # A generator: while the updates of one bank travel, those of the next are computed.
+        """Muon (Jordan et al.) with decoupled weight decay."""
+        # A generator, so that the next bank's updates are computed while this one's are being gathered.
         updates = (
-            self._muon_update(gradient, number, momentum) for number, gradient in enumerate(gradients)
+            self._muon_update(gradient, index, momentum) for index, gradient in enumerate(gradients)
         )
         for bank, update in self._gather(updates):
-            factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # tall matrices: larger steps
+            factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # larger updates for tall matrices
             bank.mul_(1.0 - lr * self.config.muon_wd)
             bank.add_(update, alpha=-lr * factor)
 
-    def _muon_update(self, gradient: Tensor, number: int, momentum: float) -> Tensor:
-        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation of (N, R, C).
+    def _muon_update(self, gradient: Tensor, index: int, momentum: float) -> Tensor:
+        """The update of this rank's matrices (N, R, C): Nesterov momentum, MuonEq-R row norms, orthogonalize.
 
-        number: of the bank, in `banks` and in each of `states`.
+        index: of the bank, in `banks` and in each entry of `states`. Overwrites `gradient`.
         """
         c = self.config
-        buffer = self.states["momenta"][number].mul_(momentum).add_(gradient)
-        # Nesterov: as if the momentum of the next step were already in.
+        buffer = self.states["momenta"][index].mul_(momentum).add_(gradient)
+        # Nesterov: look one momentum step ahead.
         update = gradient.add_(buffer, alpha=momentum)
         if c.muon_row_normalize:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
-        # Newton-Schulz needs little precision: the dtype of the activations.
+        # Newton-Schulz tolerates low precision, so it runs in the dtype of the activations.
         return self.orthogonalize(update, c.muon_backend_steps, c.muon_polar_express, self.machine.dtype)
 
-    def _fill(self, bank: Tensor) -> Tensor:
-        """The bank with zero matrices at its end, so that all ranks hold equally many."""
+    def _pad(self, bank: Tensor) -> Tensor:
+        """The bank, padded with zero matrices so that it splits evenly over the ranks."""
         return F.pad(bank, (0, 0, 0, 0, 0, -len(bank) % self.machine.world_size))
 
     def _part(self, bank: Tensor) -> Tensor:
         """The matrices of the bank that this rank updates."""
-        return self._fill(bank).chunk(self.machine.world_size)[self.machine.rank]
+        return self._pad(bank).chunk(self.machine.world_size)[self.machine.rank]
 
     def _gather(self, slices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each bank with its slices of all ranks as one tensor; they travel while the next are made."""
+        """Yield each bank with the slices of all ranks as one tensor.
+
+        `slices` may be a generator: each gather overlaps with computing the next slices.
+        """
         if self.machine.world_size == 1:
             yield from zip(self.banks, slices, strict=True)
             return
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        sent = []
+        started = []
         for mine in slices:
             whole = mine.new_empty(len(mine) * self.machine.world_size, *mine.shape[1:])
-            sent.append((whole, all_gather(whole, mine, async_op=True)))
-        for bank, (whole, handle) in zip(self.banks, sent, strict=True):
+            started.append((whole, all_gather(whole, mine, async_op=True)))
+        for bank, (whole, handle) in zip(self.banks, started, strict=True):
             handle.wait()
             yield bank, whole[: len(bank)]
 
 
 # ============================================================================================================
-# SCHEDULE — pure functions of clock and steps; progress goes from 0 to 1, and is the same on all ranks.
+# SCHEDULE — pure functions of elapsed time and step; progress goes from 0 to 1, the same on all ranks.
 # ============================================================================================================
 
 
 def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
-    """Share of the run that is over: of the steps, or of the clock without its reserve if that is more."""
-    of_steps = step / c.iterations if c.iterations else 1.0
+    """Fraction of the run that is over: of ITERATIONS or of the time limit, whichever is further along.
+
+    GPTQ_RESERVE_SECONDS of the time limit are kept for calibration.
+    """
+    step_progress = step / c.iterations if c.iterations else 1.0
     if c.max_wallclock_seconds == 0:
-        return of_steps
+        return step_progress
     reserve = c.gptq_reserve_seconds if c.gptq else 0.0
-    return max(of_steps, elapsed_seconds / (c.max_wallclock_seconds - reserve))
+    return max(step_progress, elapsed_seconds / (c.max_wallclock_seconds - reserve))
 
 
 def learning_rate_scale(progress: float, step: int, c: TrainingSettings) -> float:
-    """1, then linear down to MIN_LR over the warm-down: WARMDOWN_FRAC of the run, or WARMDOWN_ITERS steps."""
+    """Factor on every learning rate: 1, then linear down to MIN_LR over the warmdown.
+
+    The warmdown is the last WARMDOWN_FRAC of the run, or, unless it is -1, the last WARMDOWN_ITERS steps.
+    """
     warmdown = c.warmdown_frac
     if c.warmdown_iters >= 0:
-        # Their share of the run, by the mean time of the steps so far.
+        # The fraction of the run that these steps will take, at the average pace so far.
         warmdown = c.warmdown_iters * progress / max(step, 1)
         if progress == 0 and c.max_wallclock_seconds == 0:
+            # Before the first step there is no pace yet, but without a time limit only steps count.
             warmdown = c.warmdown_iters / max(c.iterations, 1)
     if warmdown == 0:
         return 1.0
@@ -2139,19 +2150,19 @@ def learning_rate_scale(progress: float, step: int, c: TrainingSettings) -> floa
 
 
 def muon_momentum(progress: float, step: int, c: TrainingSettings) -> float:
-    """Momentum of Muon, linear from its first to its final value: over a share of the run, or over steps."""
-    now = progress
-    end = c.muon_momentum_warmup_frac
+    """Muon's momentum, with a linear warmup over a fraction of the run or over a number of steps."""
+    elapsed = progress
+    duration = c.muon_momentum_warmup_frac
     if c.muon_momentum_warmup_steps >= 0:
-        now = step
-        end = c.muon_momentum_warmup_steps
-    rise = min(1.0, now / end) if end else 1.0
-    return c.muon_momentum_warmup_start + rise * (c.muon_momentum - c.muon_momentum_warmup_start)
+        elapsed = step
+        duration = c.muon_momentum_warmup_steps
+    warmup = min(1.0, elapsed / duration) if duration else 1.0
+    return c.muon_momentum_warmup_start + warmup * (c.muon_momentum - c.muon_momentum_warmup_start)
 
 
 def loop_is_on(progress: float, c: ModelSettings) -> bool:
-    """Whether the looped layers run their extra passes (PR #1493: from 35 % of the run)."""
-    # From 1 on means never.
+    """Whether the looped layers run their extra passes (PR #1493: after 35% of the run)."""
+    # ENABLE_LOOPING_AT=1 means never.
     return c.num_loops > 0 and c.enable_looping_at < 1 and progress >= c.enable_looping_at
 
 
