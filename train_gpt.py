@@ -2167,16 +2167,16 @@ def loop_is_on(progress: float, c: ModelSettings) -> bool:
 
 
 # ============================================================================================================
-# ENVIRONMENT — variables and files of KEY=VALUE lines become a Config; nothing set is silently ignored.
+# ENVIRONMENT — variables and KEY=VALUE files become a Config; no setting is silently ignored.
 # ============================================================================================================
 
 
 def find_path(path: str) -> Path:
-    """Look for `path` in the working directory, then in the script's folder and those above it.
+    """Look for `path` in the working directory, then in this script's folder and its parents.
 
-    Returns the path unchanged if it is nowhere.
+    If it is in none of them, returns `path` itself, with ~ expanded.
     """
-    # Unlike Path.exists, os.path.exists returns False for names that cannot exist.
+    # os.path.exists returns False for an impossible name, such as one that is too long; Path.exists raises.
     given = Path(os.path.expanduser(path))
     for folder in (Path(), *Path(__file__).resolve().parents):
         if os.path.exists(folder / given):
@@ -2185,20 +2185,20 @@ def find_path(path: str) -> Path:
 
 
 def similar_setting(name: str) -> str:
-    """The setting whose name is most like `name`; empty if none is close."""
-    # Of a short name one letter is a larger share.
+    """The setting with the name most similar to `name`; empty if none is close."""
+    # One wrong letter lowers the ratio more in a short name.
     cutoff = 0.75 if len(name) < 5 else 0.83
     return "".join(difflib.get_close_matches(name, Config().as_env(), 1, cutoff))
 
 
 def read_config_file(path: str) -> dict[str, str]:
-    """The KEY=VALUE lines of a file. # begins a comment. ConfigError for a name that is no setting."""
+    """The KEY=VALUE lines of a file, where # starts a comment. ConfigError for an unknown setting."""
     known = Config().as_env()
     values = {}
     try:
         lines = find_path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
+        raise ConfigError(f"CONFIG={path}: {error}; set it to a file of KEY=VALUE lines") from error
     for number, line in enumerate(lines, 1):
         # A # inside a value is part of it, as in a path.
         pair = re.split(r"(?:^|\s)#", line)[0].strip()
@@ -2207,17 +2207,18 @@ def read_config_file(path: str) -> dict[str, str]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if name not in known or not equals:
             raise ConfigError(
-                f"CONFIG={path} line {number}: {pair!r} is not KEY=VALUE of a setting; did you mean "
-                f"{similar_setting(name) or 'one that --help lists'}? A run's config.env needs the "
-                "train_gpt.py of that run")
+                f"CONFIG={path} line {number}: got {pair!r}, expected KEY=VALUE with a known setting; did "
+                f"you mean {similar_setting(name) or 'one of those in --help'}? A run's config.env works "
+                "with the train_gpt.py of that run")
         values[name] = value
     return values
 
 
 def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """All variables of `environ`, over the settings in the file that it names as CONFIG. ConfigError.
+    """All variables of `environ`, on top of the settings in the file that CONFIG names.
 
-    Without CONFIG, a shipped script has the settings of its run, which its wrapper holds; CONFIG=none: none.
+    Without CONFIG, a shipped script starts from the settings in its wrapper, which are those of its run;
+    CONFIG=none ignores these. Raises ConfigError.
     """
     settings = globals().get("SHIPPED_SETTINGS", {})
     path = environ.get("CONFIG")
@@ -2227,22 +2228,22 @@ def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def lay_over(*layers: Mapping[str, str]) -> dict[str, str]:
-    """Variables, of which those in later layers count.
+    """Merge layers of variables; a later layer wins.
 
-    A setting that names something (a path, a choice, a list) counts as not given where its text is empty:
-    Compose and CI files hand on `RUNS_DIR=${RUNS_DIR:-}` that way.
+    For a text setting (a path, a choice, a list) an empty value counts as unset, because Compose and CI files
+    pass variables on as `RUNS_DIR=${RUNS_DIR:-}`.
     """
-    names_something = {spec.name.upper() for spec in fields(Config) if isinstance(spec.default, str)}
+    text_settings = {spec.name.upper() for spec in fields(Config) if isinstance(spec.default, str)}
     values = {}
     for layer in layers:
         for name, text in layer.items():
-            if text.strip() or name not in names_something:
+            if text.strip() or name not in text_settings:
                 values[name] = text
     return values
 
 
 def fits_setting(name: str, text: str) -> bool:
-    """Whether the setting of this name could have this value."""
+    """Whether `text` is a valid value of the setting `name`."""
     (spec,) = (spec for spec in fields(Config) if spec.name.upper() == name)
     try:
         parse_value(name, text, spec)
@@ -2251,55 +2252,56 @@ def fits_setting(name: str, text: str) -> bool:
     return True
 
 
-# Switches of the scripts that this one reproduces, which are not settings here: the values that ask for what
-# happens anyway ("*": all values), and what does happen. Other values would train or score something else.
+# Switches of the scripts that this one reproduces, which are not settings here: the value that asks for what
+# happens anyway ("*": any value), and what does happen. Any other value would train or score something else,
+# so it is an error.
 ANCESTOR_SWITCHES: dict[str, tuple[str, str]] = {
-    "CASEOPS_ENABLED": ("1", "DATA_PATH and TOKENIZER_PATH choose the data; for plain text use "
+    "CASEOPS_ENABLED": ("1", "DATA_PATH and TOKENIZER_PATH select the data; for plain text, use "
                         "CONFIG=configs/sp8192.env"),
-    "EMA_ENABLED": ("1", "EMA_DECAY=0 turns the average of the weights off"),
-    "SWA_ENABLED": ("*", "no effect, as in PR #549, which never used that average"),
+    "EMA_ENABLED": ("1", "EMA_DECAY=0 turns off the average of the parameters"),
+    "SWA_ENABLED": ("*", "no effect, as in PR #549, which never used its average"),
     "LATE_QAT": ("*", "no effect, as in PR #549, where it reached no matrix"),
-    "MTP_NUM_HEADS": ("0", "there are no extra heads; those of PR #549 were in no optimizer"),
-    "LAWA_ENABLED": ("0", "there is no average of snapshots; EMA_DECAY averages the weights"),
+    "MTP_NUM_HEADS": ("0", "there are no extra heads; PR #549's were never optimized"),
+    "LAWA_ENABLED": ("0", "there is no average of snapshots; EMA_DECAY averages the parameters"),
     "DTG_ENABLED": ("0", "there is no gate around a whole block"),
-    "ETLB_ENABLED": ("0", "evaluation trains no bias of the logits"),
+    "ETLB_ENABLED": ("0", "evaluation does not train a logit bias"),
     "SLIDING_WINDOW_ENABLED": ("1", "EVAL_STRIDE sets the sliding window; 0 turns it off"),
     "LQER_ENABLED": ("0", "there is no low-rank correction of rounding errors"),
-    "AWQ_LITE_ENABLED": ("0", "all columns of a matrix have the same bits"),
-    "NGRAM_TILT_ENABLED": ("0", "evaluation mixes in no n-grams"),
-    "PHASED_TTT_ENABLED": ("0", "adapters of each document learn, and nothing between documents"),
-    "TTT_WARM_START_A": ("0", "the adapters of every document start from the same numbers"),
-    "GATED_ATTN_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only gate of attention"),
-    "ATTN_OUT_GATE_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only gate of attention"),
+    "AWQ_LITE_ENABLED": ("0", "all columns of a matrix have the same number of bits"),
+    "NGRAM_TILT_ENABLED": ("0", "evaluation does not mix in n-grams"),
+    "PHASED_TTT_ENABLED": ("0", "each document has its own adapters; nothing else learns in evaluation"),
+    "TTT_WARM_START_A": ("0", "the adapters of every document start from the same values"),
+    "GATED_ATTN_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only attention gate"),
+    "ATTN_OUT_GATE_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only attention gate"),
     "FUSED_CE_ENABLED": ("*", "no effect on results: torch.compile fuses the loss"),
-    "COMPRESSOR": ("*", "no effect: the built-in range coder writes the codes"),
+    "COMPRESSOR": ("*", "no effect: the built-in rANS coder is always used"),
 }  # fmt: skip
 
 
 def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") -> list[str]:
-    """Lines for the log about variables that are not settings. ConfigError if one would change the result.
+    """Log lines about variables that are not settings. ConfigError if one would have changed the result.
 
-    A name that resembles a setting is taken for a misspelled one, and ends the run if that setting could have
-    its value. If it could not, or the name has fewer than six letters, it may be anybody's: a warning.
-    foreign_names: FOREIGN_NAMES, which the user says belong to other programs.
+    A name close to that of a setting is taken for a typo. It is an error if its value is valid for that
+    setting. Otherwise, and if the name has fewer than six letters, it probably belongs to another program,
+    and is only a warning. foreign_names: FOREIGN_NAMES, which the user says belong to other programs.
     """
     known = Config().as_env()
     foreign = set(re.findall(r"\w+", foreign_names))
     lines = []
-    refused = []
+    rejected = []
     for name in sorted(foreign & known.keys()):
-        lines.append(f"warning: FOREIGN_NAMES: {name} is a setting of this script, and counts")
+        lines.append(f"warning: FOREIGN_NAMES: {name} is a setting of this script and takes effect")
     for name, value in sorted(environ.items()):
         if name in known or name in foreign:
             continue
-        # What a variable holds may be anything, and a line of the log must stay one.
+        # The value may be anything, but must not break the log line.
         value = value if value.isprintable() and len(value) <= 200 else ascii(value)[:200]
         if name in ANCESTOR_SWITCHES:
-            accepted, answer = ANCESTOR_SWITCHES[name]
+            accepted, meaning = ANCESTOR_SWITCHES[name]
             if value in ("", accepted) or accepted == "*":
-                lines.append(f"note: {name}={value}: {answer}")
+                lines.append(f"note: {name}={value}: {meaning}")
             else:
-                refused.append(f"{name}={value}: not a setting of this script: {answer}")
+                rejected.append(f"{name}={value}: not supported by this script: {meaning}")
             continue
         near = similar_setting(name)
         if not near:
@@ -2310,75 +2312,78 @@ def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") ->
         elif len(name) < 6 or not fits_setting(near, value):
             lines.append(f"warning: {line}")
         else:
-            refused.append(line)
-    if refused:
-        raise ConfigError(f"{' | '.join(refused)} | unset a name that belongs to another program, or list it "
-                          "in FOREIGN_NAMES, as FOREIGN_NAMES=NAME,NAME")
+            rejected.append(line)
+    if rejected:
+        raise ConfigError(f"{' | '.join(rejected)} | correct or unset it; if it belongs to another program, "
+                          "list it in FOREIGN_NAMES=NAME,NAME")
     return lines
 
 
 # ============================================================================================================
-# RUN — device and ranks, run directory, log and clock: the same on a laptop and on many nodes.
+# RUN — device, ranks, run directory, log and phases: the same on a laptop and on many nodes.
 # ============================================================================================================
 
 NVIDIA_DRIVER = "/dev/nvidiactl"  # exists on Linux while the driver is loaded
-PEER_TIMEOUT_SECONDS = 900  # that a rank waits for another one before it ends
+PEER_TIMEOUT_SECONDS = 900  # how long a rank waits for another one before it gives up
 CHECKPOINT = "checkpoint.pt"
 ARTIFACT = "model.bin"
-# Whoever sends one of these wants the process to end: a user, a lost terminal, torchrun, or a scheduler that
-# warns before its time limit (Slurm's --signal=USR1@120, submitit's USR2, a limit of CPU seconds).
+# Each of these asks the process to end. They come from a user, a lost terminal, torchrun, or a scheduler that
+# warns before its time limit (Slurm's --signal=USR1@120, submitit's USR2, a CPU time limit).
 ENDING_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-ONE_REQUEST_SECONDS = 2.0  # in which several signals are one request to end
+ONE_REQUEST_SECONDS = 2.0  # several signals within this time are one request to end
 
 
 def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
-    """The machine that the settings and torchrun's variables describe; joins the other ranks. ConfigError."""
+    """The machine that the settings and torchrun's variables describe. Waits for all ranks to connect.
+
+    Raises ConfigError if torchrun's variables are wrong, or if torch cannot use the GPU.
+    """
     try:
         rank = int(environ.get("RANK") or 0)
         world_size = int(environ.get("WORLD_SIZE") or 1)
         local_rank = int(environ.get("LOCAL_RANK") or 0)
     except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK: {error}; unset them: torchrun sets them") from error
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK: {error}; unset them, torchrun sets them") from error
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
 
-    # An unusable GPU is an error, never a slower run. To run on a CPU, hide the GPUs. torch may count GPUs
-    # that it cannot use.
+    # A GPU that torch cannot use is an error: a user who has a GPU does not want to train on the CPU. The
+    # device count alone does not decide, because torch may count GPUs that it cannot use.
     hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     found = torch.cuda.device_count() > 0 or (os.path.exists(NVIDIA_DRIVER) and not hidden)
     on_gpu = config.device == "cuda" or (config.device == "auto" and found)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if on_gpu and local_rank >= gpus:
         raise ConfigError(f"DEVICE={config.device}: torch {torch.__version__} for CUDA {torch.version.cuda} "
-                          f"can use {gpus} GPUs, expected one for local rank {local_rank}, counted from 0; "
-                          "mend driver, container or torch, start fewer processes, or set DEVICE=cpu")
+                          f"can use {gpus} GPUs, expected one for local rank {local_rank} (counted from 0); "
+                          "fix the driver, container or torch, start fewer processes, or set DEVICE=cpu")
     device = torch.device("cuda", local_rank) if on_gpu else CPU
     if on_gpu:
         torch.cuda.set_device(device)
         has_bfloat16_units = torch.cuda.get_device_capability()[0] >= 8
     else:
-        # By the processor's flags alone, never by a timing: two sides of a comparison must not differ.
+        # Decided by CPU flags, never by timing: two runs to be compared must use the same dtype.
         has_bfloat16_units = torch.cpu._is_avx512_bf16_supported()
 
-    # Processors without units for bfloat16 compute in it, but slower than in fp32.
+    # Without hardware support, bfloat16 works but is slower than fp32.
     dtype = torch.bfloat16 if has_bfloat16_units else torch.float32
     if config.compute_dtype != "auto":
         dtype = getattr(torch, config.compute_dtype)
-    # "high" is TF32 on GPUs that have it; on CPUs products stay exact.
+    # "high" uses TF32 on GPUs that have it; on a CPU, matmuls stay in full fp32.
     torch.set_float32_matmul_precision("high" if on_gpu else "highest")
     compiled = config.compile == "1" or (config.compile == "auto" and on_gpu)
     machine = Machine(rank, world_size, device, dtype, compiled)
-    # A rank that waits for others says so every ten seconds.
+    # While a rank waits for the others to connect, it reports so every ten seconds.
     connected = threading.Event()
 
-    def say_that_it_waits() -> None:
+    def report_waiting() -> None:
         while not connected.wait(10):
-            print_line(f"rank {rank}: waits for all {world_size} ranks to connect to MASTER_ADDR="
-                       f"{environ.get('MASTER_ADDR')}, for {PEER_TIMEOUT_SECONDS}s at most", sys.stderr)
+            print_line(f"rank {rank}: waiting for all {world_size} ranks to connect to MASTER_ADDR="
+                       f"{environ.get('MASTER_ADDR')}, at most {PEER_TIMEOUT_SECONDS}s", sys.stderr)
 
     if world_size > 1:
-        threading.Thread(target=say_that_it_waits, daemon=True).start()
-        # Host tensors use gloo also on GPUs: ranks agree on the clock without waiting for a device.
+        threading.Thread(target=report_waiting, daemon=True).start()
+        # Host tensors use gloo even on GPUs, so that ranks agree on the time without waiting for a device.
         backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         try:
             dist.init_process_group(
@@ -2386,59 +2391,59 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
                 device_id=device if on_gpu else None)  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"WORLD_SIZE={world_size}: {error}; use torchrun") from error
-    # All ranks connect here. A rank that left while others still connect would hide its error behind theirs.
+    # All ranks connect here. If one left before, its error would be hidden by the others' connection errors.
     machine.gather(None)
     connected.set()
     return machine
 
 
 def print_line(line: str, stream: Any = None) -> None:
-    """Print a line, to the console if no stream is given; never raise: a closed one must not end the run.
+    """Print a line to `stream` (default: stdout). Never raises: a closed console must not end the run.
 
-    Characters that the stream cannot encode are printed as backslash escapes.
+    Characters that the stream cannot encode become backslash escapes.
     """
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    # RuntimeError: a signal arrived while another line was being printed. AttributeError: no console.
+    # RuntimeError: a signal handler prints during another print. AttributeError: there is no console.
     with contextlib.suppress(OSError, RuntimeError, ValueError, AttributeError):
         print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
-def follow_no_link(path: str, flags: int) -> int:
-    """An opener for `open`: OSError if the file is a link. A run directory may come from somebody else."""
+def no_symlink(path: str, flags: int) -> int:
+    """An opener for `open` that raises OSError for a symlink: a run directory may come from someone else."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # Windows has no such flag
 
 
-def to_disk(descriptor: int) -> None:
-    """Wait until the disk has a file or folder, so that a crash of the machine cannot take it back."""
+def flush_to_disk(descriptor: int) -> None:
+    """Flush a file or folder to disk, so that it survives a crash of the machine."""
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and user-space file systems do not offer it. A full disk, though, may show only here.
+        # Some network and user-space file systems do not support fsync. But a full disk may only show here.
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace the file at `path` in one moment, or leave it as it was, even if the machine crashes.
+    """Replace the file at `path` atomically, or leave it unchanged, even if the machine crashes.
 
     Raises ConfigError if it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        # Somebody may have removed the run directory: weights are not lost with it.
+        # If the run directory was deleted, make it again: the weights must not be lost.
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # of a run that was killed; a link goes, not what it leads to
-        with open(temporary, "xb", opener=follow_no_link) as file:
+        temporary.unlink(missing_ok=True)  # of a killed run; of a symlink, not its target
+        with open(temporary, "xb", opener=no_symlink) as file:
             file.write(data)
             file.flush()
-            to_disk(file.fileno())
+            flush_to_disk(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise ConfigError(f"{path} cannot be written ({error}); make room or set another RUNS_DIR") from error
-    # The new name, too. Windows cannot open a folder; there, and where it fails, the file itself is safe.
+        raise ConfigError(f"{path} cannot be written ({error}); free disk space or set RUNS_DIR") from error
+    # Flush the new name as well. Windows cannot open a folder; if this fails, the file itself is still safe.
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -2449,15 +2454,15 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @dataclass
 class Run:
-    """What one process of a run writes: its log and its events, and where its seconds went."""
+    """What one process of a run writes: its log, its events, and the seconds of each phase."""
 
     machine: Machine
-    directory: Path | None = None  # None: nothing is written
-    phases: dict[str, float] = field(default_factory=dict)  # seconds
-    phase_name: str = "setup"
-    training: bool = False  # while it is true, a signal asks for a checkpoint first
-    stop_signal: int = 0  # the signal that asked
-    asked_at: float = 0.0  # when it came, in seconds of time.perf_counter
+    directory: Path | None = None  # None: write nothing
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of each
+    phase_name: str = "preflight"
+    training: bool = False  # while True, a signal asks for a checkpoint before the process ends
+    stop_signal: int = 0  # the signal that asked for it
+    asked_at: float = 0.0  # when that was, by time.perf_counter
 
     def path(self, name: str) -> Path:
         """The path of a file in the run directory."""
@@ -2465,31 +2470,31 @@ class Run:
         return self.directory / name
 
     def log(self, line: str) -> None:
-        """A line to log.txt and the console; rank 0 only."""
-        # One log for all ranks: another rank reports a problem by raising.
+        """Write a line to log.txt and the console; rank 0 only."""
+        # Only rank 0 logs. Other ranks report a problem by raising.
         if self.machine.rank != 0:
             return
         print_line(line)
         self.append("log.txt", line)
 
     def record(self, event: str, **values: Any) -> None:
-        """An event to metrics.jsonl; rank 0 only."""
+        """Write an event to metrics.jsonl; rank 0 only."""
         if self.machine.rank == 0:
             self.append("metrics.jsonl", json.dumps({"event": event, **values}))
 
     def append(self, name: str, line: str) -> None:
-        """Append a line to a file of the run, if it has files; never raise: a lost line must not end it."""
+        """Append a line to a file of the run. Never raises, because a lost log line must not end the run."""
         if self.directory is not None:
             with (
                 contextlib.suppress(OSError),
-                open(self.path(name), "a", encoding="utf-8", opener=follow_no_link) as file,
+                open(self.path(name), "a", encoding="utf-8", opener=no_symlink) as file,
             ):
                 print_line(line, file)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of a block, device work included, to `phases[name]`."""
-        # Work of the phase before must not be counted here.
+        """Add the seconds of a `with` block, including its device work, to `phases[name]`, and log them."""
+        # Unfinished device work of the previous phase must not be counted here.
         self.machine.wait()
         self.phase_name = name
         start = time.perf_counter()
@@ -2500,11 +2505,11 @@ class Run:
         self.log(f"phase:{name} {seconds:.2f}s")
 
     def on_signal(self, number: int, _frame: Any = None) -> None:
-        """The first signal in training asks for a checkpoint; before and after training it ends the process.
+        """During training the first signal asks for a checkpoint; before and after, it ends the process.
 
-        Later ones are the same request, as schedulers repeat themselves and torchrun passes on what it got.
-        Who presses Ctrl-C or Ctrl-\\ again wants the end at once; what comes within seconds does not count,
-        as a terminal signals torchrun and its ranks.
+        Later signals are taken for the same request, because schedulers repeat themselves and torchrun passes
+        signals on. But Ctrl-C or Ctrl-\\ pressed again ends the process at once, unless it comes within
+        ONE_REQUEST_SECONDS, because a terminal signals both torchrun and its ranks.
         """
         again = number in (signal.SIGINT, getattr(signal, "SIGQUIT", None))
         if self.stop_signal and (not again or time.perf_counter() - self.asked_at < ONE_REQUEST_SECONDS):
@@ -2513,18 +2518,18 @@ class Run:
             print_line(f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}; "
                        f"{self.ways_on()}", sys.stderr)
             os._exit(128 + number)
-        self.stop_signal = number  # `train` sees it, saves, and ends
+        self.stop_signal = number  # `train` sees it, saves a checkpoint and stops
         self.asked_at = time.perf_counter()
-        print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
-                   f"checkpoint if no rank is gone; Ctrl-C after {ONE_REQUEST_SECONDS:g}s ends it at once",
+        print_line(f"rank {self.machine.rank}: got signal {number}, stopping after the current step, with a "
+                   f"checkpoint if all ranks are alive; Ctrl-C after {ONE_REQUEST_SECONDS:g}s stops at once",
                    sys.stderr)
 
     def ways_on(self) -> str:
-        """How to continue after the run has ended early: only files that exist are named."""
+        """How to continue a run that has ended early. Names only files that exist."""
         folder = shlex.quote(f"{self.directory}")
         ways = {CHECKPOINT: f"RESUME={folder}", ARTIFACT: f"EVAL_ONLY={folder}/{ARTIFACT}"}
         found = [way for name, way in ways.items() if self.directory and self.path(name).exists()]
-        return f"continue with {' or '.join(found)}" if found else "nothing is saved to continue with"
+        return f"continue with {' or '.join(found)}" if found else "no checkpoint or artifact was saved"
 
 
 # ============================================================================================================
@@ -5481,7 +5486,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
                 answers.append(f"warning: {name}={value} has no effect: the artifact has {its}")
         config = Config.from_values({**config.as_env(), **about.config})
 
-    with run.phase("setup"):
+    with run.phase("preflight"):
         inputs = preflight(config, run, tokenizer_sha256)
         open_run(config, run, inputs, answers)
     trained = Trained()
@@ -5507,7 +5512,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
 
 def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
     """Train, collect Hessians while the clock allows, and write the artifact: rank 0 does, all wait."""
-    with run.phase("setup"):
+    with run.phase("init"):
         training = Training(
             config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes)
     warm_up(training, inputs.checkpoint)
