@@ -2533,39 +2533,39 @@ class Run:
 
 
 # ============================================================================================================
-# TIMING — where the milliseconds of a step go, as lines and as a trace; steps that are not shown pay nothing.
+# TIMING — where the milliseconds of a step go, in the log and as a trace; unreported steps pay nothing.
 # ============================================================================================================
 
-FIRST_STEPS = 10  # of a run: each has its lines, whatever the period
-# The rows of a trace: what the host does, by thread; what the GPU does, by stream.
+FIRST_STEPS = 10  # each of the first steps is logged, whatever the period
+# The rows of a trace: host work by thread, GPU work by stream.
 LANES = ("main", "disk", "stage", "copy", "compute_stream")
 
 
 class CopyMarks(NamedTuple):
-    """The beginning and the end of the copy of a batch, in the stream that copies it."""
+    """Events before and after a batch's copy to the GPU, in the stream that copies it."""
 
     begin: torch.cuda.Event
     end: torch.cuda.Event
 
 
 class Lap(NamedTuple):
-    """The end of a part of a step."""
+    """The end of one part of a step."""
 
     name: str  # begin, batch, forward, backward, grad_clip or optimizer
     host_seconds: float
-    event: Any  # the same moment on the GPU, a torch.cuda.Event; None without one
-    copy: CopyMarks | None  # of a batch: its way to the GPU
+    event: Any  # the same point in the GPU's work, a torch.cuda.Event; None without a GPU
+    copy: CopyMarks | None  # of a batch that was copied to the GPU
 
 
 @dataclass
 class Trace:
-    """TRACE_STEPS of one rank as a file for ui.perfetto.dev, in Chrome's trace format; any thread adds to it.
+    """A trace of one rank's TRACE_STEPS in Chrome's format, for ui.perfetto.dev. Any thread may add spans.
 
-    Times are seconds of `time.perf_counter`, one clock for all ranks of a machine; microseconds in the file.
-    A span that reaches beyond these steps is cut at their first and their last moment. The file is written
-    when the last step ends: a run that is killed earlier has none. Without TRACE_STEPS nothing is measured.
-    With PROFILE_STEPS, torch.profiler records the same steps for a file of its own: operators, and on a GPU
-    kernels, copies and NCCL. That makes these steps slower.
+    Times are seconds of `time.perf_counter`, which the ranks of a machine share; microseconds in the file. A
+    span that extends beyond the traced steps is clipped to them. The file is written when the last step ends,
+    so a run that is killed earlier has none. Without TRACE_STEPS nothing is measured. With PROFILE_STEPS,
+    torch.profiler records the same steps into a file of its own: operators, and on a GPU kernels, copies and
+    NCCL. That makes these steps slower.
     """
 
     steps: range = field(default=range(0))
@@ -2574,12 +2574,12 @@ class Trace:
     log: Callable[[str], None] = print
     profiler: Any = None  # a torch.profiler.profile, with PROFILE_STEPS
     recording: bool = False
-    began: float = 0.0  # when the first step began
+    began: float = 0.0  # when the first traced step began
     spans: list[list[Any]] = field(default_factory=list)  # name, lane, begin, end, args
-    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, the events around it
+    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, events before and after
 
     def begin(self, step: int) -> None:
-        """Start of a step, counted from 1; 0: one of the warm-up."""
+        """Start of a step, counted from 1; 0 is a warmup step."""
         if step in self.steps and not self.recording:
             if self.profiler:
                 self.profiler.start()
@@ -2588,11 +2588,11 @@ class Trace:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str, **args: Any) -> Iterator[None]:
-        """A span of what this thread does in a `with` block, also if that raises."""
+        """Record a `with` block of the calling thread as a span, even if it raises."""
         if not self.steps:
             yield
             return
-        # Kept from its beginning on: the steps may begin or end in the middle of it.
+        # Added when it begins, because tracing may start or stop in the middle of it.
         span = [name, lane, time.perf_counter(), math.inf, args]
         self.spans.append(span)
         try:
@@ -2603,10 +2603,10 @@ class Trace:
                 self.spans.remove(span)
 
     def add_step(self, step: int, laps: list[Lap]) -> None:
-        """The spans of a step: `chunk` is all of it."""
+        """Add the spans of a step; `chunk` is the whole step."""
         for before, lap in itertools.pairwise(laps):
             name = "gpu_queue_wait" if lap.name == "batch" else lap.name
-            # The host's part: on a GPU it only launches the work.
+            # Host time: with a GPU, the time it takes to launch the work.
             self.spans.append([name, "main", before.host_seconds, lap.host_seconds, {"step": step}])
             if lap.event is not None and lap.name != "batch":
                 self.gpu_work.append((step, lap.name, "compute_stream", before.event, lap.event))
@@ -2617,11 +2617,11 @@ class Trace:
             self.finish()
 
     def finish(self) -> None:
-        """Write the file, after the last step or after training."""
+        """Write the file; called after the last traced step or after training."""
         if not self.recording or self.directory is None:
             return
-        # GPU spans are placed by their distance from an event of known host time: now. Waiting here is
-        # harmless, because the traced steps are over.
+        # GPU spans are located by their distance from an event whose host time is known: now. Waiting for it
+        # does no harm, because the traced steps are over.
         if self.gpu_work:
             last = torch.cuda.Event(enable_timing=True)
             last.record()
@@ -2635,7 +2635,7 @@ class Trace:
         for number, lane in enumerate(LANES, 1):
             events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
                            "args": {"name": lane}})  # fmt: skip
-        # Unfinished spans of other threads end now.
+        # Spans that other threads have not finished end now.
         for name, lane, begin, end, args in list(self.spans):
             begin = max(begin, self.began)
             seconds = min(end, now) - begin
@@ -2645,7 +2645,7 @@ class Trace:
         path = self.directory / f"trace_rank{self.rank}.json"
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
             write_whole(path, json.dumps({"traceEvents": events}).encode())
-            self.log(f"trace:{path} for ui.perfetto.dev")
+            self.log(f"trace:{path} (open in ui.perfetto.dev)")
         if self.profiler:
             self.profiler.stop()
             self.profiler.export_chrome_trace(f"{self.directory}/profile_rank{self.rank}.json")
@@ -2653,54 +2653,57 @@ class Trace:
 
 @dataclass
 class StepTimer:
-    """`timing_breakdown` lines of the first steps and of each `every`-th; 0: of none. Laps for the trace.
+    """Makes `timing_breakdown` lines for the first steps and then every `every` steps (0: never).
 
-    All in milliseconds. Fields of batches and of `forward` and `backward` are means over the micro-steps, the
-    others sums over the step (as in PR #591). `batch_wait` is how long the host waited for a batch.
-    `batch_cpu` is how long the host made the last one, `batch_h2d` its copy to the GPU: no parts of the step
-    if they were made ahead. The rest is device time. The host waits for the device at the end of a reported
-    step, and of no other.
+    All fields are milliseconds. Those of batches, `forward` and `backward` are averages over the micro-steps,
+    the others totals of the step (as in PR #591). `batch_wait` is the time the host waited for a batch.
+    `batch_cpu` is the host time that it took to stage the last batch, and `batch_h2d` its copy to the GPU;
+    with prefetching both overlap with earlier work. The other fields are device time. The host waits for the
+    device only at the end of a reported step. The trace gets its laps from here.
     """
 
     every: int
     on_gpu: bool
     trace: Trace = field(default_factory=Trace)
-    # Of the step under way.
+    # Of the current step.
     reported: bool = False
     step: int = 0
     laps: list[Lap] = field(default_factory=list)
 
     def begin(self, step: int) -> None:
-        """Start of a step, for the trace too; the first is 1. 0: one of the warm-up, never shown."""
-        # Steps that are neither reported nor traced read no clock.
+        """Start of a step, also for the trace. Steps count from 1; 0 is a warmup step, never reported."""
         self.trace.begin(step)
         self.step = step
         counted = step > 0 and self.every > 0
         self.reported = counted and (step <= FIRST_STEPS or step % self.every == 0)
         self.laps = []
-        self.lap("begin")  # where the first part starts
+        self.lap("begin")  # the start of the first part
 
     def lap(self, name: str, copy: CopyMarks | None = None) -> None:
         """Mark the end of a part of the step: batch, forward, backward, grad_clip or optimizer."""
+        # Steps that are neither reported nor traced do not even read the clock.
         if not (self.reported or self.trace.recording):
             return
-        # An event is a mark in the stream of the GPU: nobody waits for it.
+        # An event marks a point in the GPU's stream; nothing waits for it.
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
         self.laps.append(Lap(name, time.perf_counter(), event, copy))
         if event is not None:
             event.record()
 
     def end(self, stage_ms: float, micro_steps: int) -> str:
-        """End of a step, for the trace too: its line, empty if it is not reported. stage_ms: of a batch."""
+        """End of a step, also for the trace. Returns its log line, or "" if it is not reported.
+
+        stage_ms: host time to stage the last batch.
+        """
         if self.trace.recording:
             self.trace.add_step(self.step, self.laps)
         if not self.reported:
             return ""
         total_ms: dict[str, float] = defaultdict(float)
-        # The last event comes after all others in the stream.
+        # In stream order, the last event comes after all others.
         if self.laps[-1].event is not None:
             self.laps[-1].event.synchronize()
-        # A part lasts from the lap before to its own; micro-batches add up.
+        # A part lasts from the previous lap to its own. Micro-batches add up.
         for before, lap in itertools.pairwise(self.laps):
             if lap.event is None or lap.name == "batch":
                 total_ms[lap.name] += 1e3 * (lap.host_seconds - before.host_seconds)
@@ -2718,15 +2721,15 @@ class StepTimer:
 
 
 # ============================================================================================================
-# DATA — the tokens in an order that is a pure function of shards, seed and geometry, delivered ahead of need.
+# DATA — token order is a pure function of shards, seed and batch shape; batches are prefetched.
 # ============================================================================================================
 
-# A shard is a file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids.
+# A shard is a file of 256 little-endian int32 (magic, version, token count, zeros), followed by uint16 ids.
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
 SHARD_HEADER_BYTES = 1024
-LLAMA3_MAGIC = 20240801  # of llm.c's shards for that tokenizer
-LOADER_TIMEOUT_SECONDS = 60.0  # without data before the loader gives up
+LLAMA3_MAGIC = 20240801  # of llm.c's Llama 3 shards
+LOADER_TIMEOUT_SECONDS = 60.0  # the loader gives up after this time without data
 
 
 class Shard(NamedTuple):
@@ -2739,15 +2742,15 @@ class Shard(NamedTuple):
 class ShardVisit(NamedTuple):
     """One pass over a shard, as a part of the stream of sequences."""
 
-    begin: int  # its first sequence's position in the stream
+    begin: int  # position of its first sequence in the stream
     shard: Shard
-    order: Array  # the numbers of its sequences, in the order in which they come
+    order: Array  # numbers of the shard's sequences, in the order of this pass
 
 
 class StagedBatch(NamedTuple):
     """A micro-batch on its way to the device."""
 
-    ids_BT: Tensor  # uint16, of T + 1 columns: inputs and targets overlap
+    ids_BT: Tensor  # uint16, with T + 1 columns because inputs and targets overlap
     starts: Array  # `document_starts` of the inputs
     sequence_hash: int
     copy: CopyMarks | None
@@ -2758,12 +2761,12 @@ class Batch(NamedTuple):
 
     inputs_BT: Tensor  # int64
     targets_BT: Tensor  # int64
-    starts: Tensor  # where rows and documents begin in the flattened inputs, then B T; int32
-    copy: CopyMarks | None = None  # of its way to the GPU, where that is measured
+    starts: Tensor  # int32: where rows and documents start in the flattened inputs, then B T
+    copy: CopyMarks | None = None  # if it was copied to a GPU
 
 
 def open_shards(pattern: str) -> list[Shard]:
-    """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
+    """The shards that match `pattern`, sorted by name. DataError if there are none or one is not sound."""
     shards = []
     for number, name in enumerate(sorted(glob.glob(pattern))):
         path = Path(name)
@@ -2776,26 +2779,26 @@ def open_shards(pattern: str) -> list[Shard]:
         shards.append(Shard(path, tokens))
     if not shards:
         others = sorted(path.name for path in Path(pattern).parent.glob("*.bin"))
-        found = f" among {', '.join(others[:3])}{' …' if len(others) > 3 else ''}" if others else ""
-        raise DataError(f"{pattern}: no token shard{found}; set DATA_PATH to a folder of them, fetch shards "
-                        "with data/fineweb.py, or try `make demo`")
+        found = f", only {', '.join(others[:3])}{' …' if len(others) > 3 else ''}" if others else ""
+        raise DataError(f"{pattern}: no token shard matches{found}; set DATA_PATH to a folder of shards, "
+                        "fetch some with data/fineweb.py, or try `make demo`")
     return shards
 
 
 def numbering_advice(path: Path, number: int) -> str:
-    """What to do about a shard whose name is not the one that follows."""
+    """What to do about a shard whose name does not have the number that is next."""
     digits = re.sub(r".*_|\.bin$", "", path.name)
     if not digits.isdecimal():
-        return "its name is not that of a shard, perhaps of a second copy: remove it or move it away"
+        return "its name does not end in a number (is it a copy of another file?): remove it or move it away"
     if len(digits) != 6:
-        return f"it has {len(digits)} digits where shards have six: rename them to fineweb_*_%06d.bin"
+        return f"its number has {len(digits)} digits, expected six: rename the shards to fineweb_*_%06d.bin"
     if number == 0:
-        return "fetch it if it is missing, or rename shards that somebody numbered from another start"
-    return "fetch what is missing"
+        return "fetch it if it is missing, or rename the shards so that their numbers start at 000000"
+    return "fetch the missing shards"
 
 
 def shard_fault(path: Path) -> str:
-    """What is wrong with the header or the size of a shard, and what to do; empty if it is sound."""
+    """What is wrong with the header or size of a shard, and what to do about it; empty if nothing is."""
     size_bytes = path.stat().st_size
     ids_bytes = size_bytes - SHARD_HEADER_BYTES
     header = np.fromfile(path, "<i4", 3)
@@ -2806,44 +2809,45 @@ def shard_fault(path: Path) -> str:
         if ids_bytes == 2 * tokens:
             return ""
         if ids_bytes == 4 * tokens:
-            return ("uint32 ids, of 4 bytes a token; expected uint16: convert them, if the vocabulary has at "
+            return ("uint32 ids (4 bytes per token), expected uint16; convert them, if the vocabulary has at "
                     "most 65,536 pieces")  # fmt: skip
-        return (f"{size_bytes} bytes, expected {SHARD_HEADER_BYTES + 2 * tokens} for the {tokens} tokens of "
+        return (f"{size_bytes} bytes, expected {SHARD_HEADER_BYTES + 2 * tokens} for the {tokens} tokens in "
                 "its header; fetch it again")  # fmt: skip
     if magic == LLAMA3_MAGIC:
-        return ("a shard of llm.c for Llama 3, with 32-bit ids; expected uint16 ids of at most 65,536 "
-                "pieces: make shards from the text with data/export.py")  # fmt: skip
+        return ("a shard of llm.c for Llama 3 with uint32 ids, expected uint16 ids; make shards from the "
+                "text with data/export.py and a vocabulary of at most 65,536 pieces")  # fmt: skip
     if magic == SHARD_MAGIC:
-        return f"version {version} of the format; expected {SHARD_VERSION}: export it again"
+        return f"version {version} of the format, expected {SHARD_VERSION}; export it again"
     if header.byteswap()[:1].tolist() == [SHARD_MAGIC]:
-        return "big-endian numbers; expected little-endian ones: export it again"
+        return "big-endian numbers, expected little-endian ones; export it again"
     with open(path, "rb") as file:
         first = file.read(24)
     if first.startswith(b"version https://git-lfs"):
-        return "a pointer of Git LFS, not the shard itself; run `git lfs pull` where it came from"
-    return (f"begins with {first[:12]!r}, expected the header of a shard, magic {SHARD_MAGIC}; fetch it "
-            "again, or, if it holds ids without a header, write one (data/README.md, Formats)")  # fmt: skip
+        return "a Git LFS pointer, not the shard itself; run `git lfs pull` where it came from"
+    return (f"begins with {first[:12]!r}, expected a shard header with magic {SHARD_MAGIC}; fetch it again, "
+            "or, if it holds ids without a header, add one (data/README.md, Formats)")  # fmt: skip
 
 
 def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
-    """All tokens of a shard, uint16.
+    """All tokens of a shard (N,), uint16.
 
-    Raises DataError if the file has changed since it was opened, or an id is not below `vocab_size`.
+    Raises DataError if the file has changed since `open_shards`, or if an id is not below `vocab_size`.
     """
-    # Somebody may have removed, replaced or cut the file since the run began.
+    # The file may have been removed, replaced or truncated since the run began.
     if not shard.path.exists():
-        raise DataError(f"{shard.path}: it was there when the run began, and is gone; put it back")
+        raise DataError(f"{shard.path}: removed since the run began; put it back")
     fault = shard_fault(shard.path)
     if fault:
         raise DataError(f"{shard.path}: {fault}")
     if shard.path.stat().st_size != SHARD_HEADER_BYTES + 2 * shard.tokens:
-        raise DataError(f"{shard.path}: no longer has the {shard.tokens} tokens that it had; put back the "
-                        "shard that the run began with")  # fmt: skip
+        raise DataError(f"{shard.path}: replaced since the run began, when it had {shard.tokens} tokens; put "
+                        "that shard back")  # fmt: skip
     ids = np.fromfile(shard.path, "<u2", offset=SHARD_HEADER_BYTES)
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
-                        f"expected below VOCAB_SIZE={vocab_size}; name its tokenizer")
+                        f"expected less than VOCAB_SIZE={vocab_size}; set TOKENIZER_PATH and VOCAB_SIZE to "
+                        "those of the dataset's tokenizer")
     return ids
 
 
@@ -2851,23 +2855,23 @@ SHA256_OR_NOTHING = "([0-9a-f]{64})?"
 
 
 class Manifest(NamedTuple):
-    """What `manifest.json` beside the shards says of them; the tools of data/ write one, others need not."""
+    """What an optional `manifest.json` next to the shards says about them. The tools in data/ write one."""
 
-    files: dict[str, int]  # tokens of each file
+    files: dict[str, int]  # tokens in each file
     tokenizer_sha256: str
-    audited_bytes: int | None  # of all validation text, counted where the text itself was at hand
-    fused: dict[int, tuple[int, int]]  # the pair of ids that an id of data/fuse.py stands for
+    audited_bytes: int | None  # of the validation text, counted by a program that had the text itself
+    fused: dict[int, tuple[int, int]]  # the pair of ids that each id made by data/fuse.py replaces
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder of shards; an empty one if it has none. DataError if it is damaged."""
+    """The manifest of a folder of shards; empty if there is none. DataError if it is damaged."""
     path = folder / "manifest.json"
     if not path.exists():
         return Manifest({}, "", None, {})
     try:
         found = json.loads(path.read_bytes())
         files = {name: int(entry["tokens"]) for name, entry in section(found, "files").items()}
-        # A byte sidecar counts the original text; without one, the export has decoded all of it.
+        # Byte sidecars count the original text. Without them, the export has decoded all tokens and counted.
         audit = section(section(section(found, "splits"), "val"), "audit")
         audited = audit.get("sidecar_bytes", audit.get("decoded_bytes"))
         fused = {}
@@ -2877,7 +2881,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("fused: expected ids below 65,536")
         sha256 = section(found, "tokenizer").get("sha256") or ""
         if not re.fullmatch(SHA256_OR_NOTHING, sha256):
-            raise ValueError("tokenizer: its sha256 is not a SHA-256")
+            raise ValueError("tokenizer: expected a SHA-256 as its sha256")
         return Manifest(files, sha256, None if audited is None else int(audited), fused)
     except Exception as error:  # whatever the bytes are
         raise DataError(f"{path}: not the manifest of a dataset ({type(error).__name__}: {error}); fetch or "
@@ -2885,89 +2889,92 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def section(mapping: Any, name: str) -> Any:
-    """A part of a file that may be absent or null; then it is empty."""
+    """The value of `name`, or an empty mapping if it is absent or null."""
     value = mapping.get(name)
     return {} if value is None else value
 
 
 def permutation(config: TrainingSettings, count: int, *key: int) -> Array:
-    """A permutation of range(count) seeded by SEED and the key, one or two numbers; SHUFFLE=0: none moves.
+    """A permutation of range(count), seeded by SEED and one or two key numbers; SHUFFLE=0: the identity.
 
-    The numbers are sorted by random words. The words are Philox4x64-10 itself (Salmon et al., 2011). numpy's
-    generators, which are built on it, may change from version to version.
+    It sorts the numbers by random words. These are the raw output of Philox4x64-10 (Salmon et al., 2011),
+    because numpy's generators on top of it may change from version to version.
     """
     if not config.shuffle:
         return np.arange(count)
-    # Philox counts blocks of four words in the first of four places; the other three are free for the key.
-    # Its length is a part of it: an epoch alone is another key than an epoch and shard 0.
+    # Philox's counter has four words. It counts in the first one, and the other three hold our key. They
+    # include its length, so that the key (epoch,) differs from (epoch, shard 0).
     counter = [0, len(key), *key, 0, 0]
     words = np.random.Philox(key=config.seed, counter=counter[:4]).random_raw(count)
     return np.argsort(words, kind="stable")
 
 
 def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -> Iterator[ShardVisit]:
-    """The stream of training sequences, without end, from the shard that holds `position` on.
+    """The endless stream of training sequences, starting with the shard that contains `position`.
 
-    Each epoch permutes the shards and, within each, its sequences. Sequence i of a shard is its tokens
-    i T … (i + 1) T inclusive; a partial one at the end is skipped. Any position is reached in O(shards).
+    Each epoch permutes the shards and, within each shard, its sequences. Sequence i of a shard is its tokens
+    i T … (i + 1) T inclusive; an incomplete last one is dropped. Reaching any position takes O(shards).
     Raises DataError if no shard holds a whole sequence.
     """
     length = config.train_seq_len
     usable = [shard for shard in shards if shard.tokens > length]
     if not usable:
-        raise DataError(f"no training shard holds {length + 1} tokens, TRAIN_SEQ_LEN and one; fetch more, or "
-                        "set shorter sequences")
+        raise DataError(f"no training shard holds {length + 1} tokens (TRAIN_SEQ_LEN + 1); fetch more data "
+                        "or lower TRAIN_SEQ_LEN")
     sizes = [(shard.tokens - 1) // length for shard in usable]
     epoch_size = sum(sizes)
     for epoch in itertools.count(position // epoch_size):
         begin = epoch * epoch_size
         for number in permutation(config, len(usable), epoch).tolist():
-            # Shards that end before the position cost nothing but this comparison.
+            # Shards that end before the position are skipped without permuting their sequences.
             if begin + sizes[number] > position:
                 yield ShardVisit(begin, usable[number], permutation(config, sizes[number], epoch, number))
             begin += sizes[number]
 
 
 def hash_sequences(first: int, ids_BT: Array) -> int:
-    """Hash of sequences of T + 1 uint16 ids, the first of which is at position `first` of the stream.
+    """Hash of sequences of T + 1 uint16 ids at the positions p = first, first + 1, … of the stream:
 
-    Two runs with equal hashes were given the same tokens in the same order, on any number of ranks. Within a
-    sequence each pair of ids, and the last id, is multiplied by an odd random key; the products are added.
-    Each of these sums is multiplied by an odd random word of the sequence's position; these products are
-    added, modulo 2**64. A sum has no order: ranks and micro-batches add theirs in any.
+        Σ_p place(p) · (Σ_w key_w · pair_w + key_0 · last)   mod 2^64
+
+    pair_w: the w-th pair of ids in sequence p, as one 32-bit number, for w = 1, 2, …; last: its last id. All
+    keys and places are odd random words. Equal hashes mean that two runs saw the same tokens in the same
+    order. As it is a sum, ranks and micro-batches can add their parts in any order.
     """
-    # Two ids are one number of 32 bits; an odd one out is paired with zero.
+    # View two ids as one 32-bit number. If their number is odd, the last one is paired with zero.
     head_BT = ids_BT[:, :-1]
     pairs_BN = np.pad(head_BT, ((0, 0), (0, head_BT.shape[1] % 2))).view(np.uint32)
     keys = np.random.Philox(key=1).random_raw(pairs_BN.shape[1] + 1) | 1
-    # The generator makes four words at a time: position p has the first of its p-th four.
+    # Philox makes four words per count, so position p uses the first word of count p.
     places = np.random.Philox(key=2, counter=first).random_raw(4 * len(ids_BT))[::4] | 1
     sums = np.einsum("bw,w->b", pairs_BN, keys[1:]) + ids_BT[:, -1] * keys[0]
     return int((sums * places).sum())
 
 
 def micro_steps_per_step(config: Config, world_size: int) -> int:
-    """Micro-batches of one rank per optimizer step. ConfigError when the batch does not split evenly."""
-    wanted = config.train_batch_tokens
+    """Micro-batches per rank and optimizer step. ConfigError if the batch does not divide evenly."""
+    batch_tokens = config.train_batch_tokens
     length = config.train_seq_len
-    # As many whole sequences as one forward pass may hold, and no more than the step gives a rank.
-    micro_sequences = min(config.micro_batch_tokens // length, wanted // length // world_size)
-    tokens_together = world_size * max(1, micro_sequences) * length
-    if micro_sequences == 0 or wanted % tokens_together != 0:
+    # As many whole sequences as MICRO_BATCH_TOKENS holds, but no more than a step has for each rank.
+    micro_sequences = min(config.micro_batch_tokens // length, batch_tokens // length // world_size)
+    micro_step_tokens = world_size * max(1, micro_sequences) * length
+    if micro_sequences == 0 or batch_tokens % micro_step_tokens != 0:
         raise ConfigError(
-            f"TRAIN_BATCH_TOKENS={wanted}: expected a multiple of {tokens_together}, {world_size} ranks by "
-            f"the sequences of TRAIN_SEQ_LEN={length} tokens that fit in "
-            f"MICRO_BATCH_TOKENS={config.micro_batch_tokens}, one at least")  # fmt: skip
-    return wanted // tokens_together
+            f"TRAIN_BATCH_TOKENS={batch_tokens}: expected a multiple of {micro_step_tokens}, which is "
+            f"{world_size} ranks times as many sequences of TRAIN_SEQ_LEN={length} tokens as fit in "
+            f"MICRO_BATCH_TOKENS={config.micro_batch_tokens} (at least one); change one of the three")
+    return batch_tokens // micro_step_tokens
 
 
 @dataclass
 class Loader:
-    """Micro-batches of one rank, without end: disk → stage → `next_batch`; without threads the same bytes.
+    """An endless stream of one rank's micro-batches: disk → stage → `next_batch`.
 
-    A step has S sequences, TRAIN_BATCH_TOKENS together: step k has the sequences [k S, (k + 1) S) of
-    `shard_visits` on any number of ranks. Rank r takes the r-th equal part of them, MICRO_BATCH_TOKENS at a
-    time. So the stream is a pure function of shards and SEED. Raises ConfigError if a step does not divide.
+    A step has S sequences, TRAIN_BATCH_TOKENS in total: step k has the sequences [k S, (k + 1) S) of
+    `shard_visits`, on any number of ranks. Rank r takes the r-th equal part of them, MICRO_BATCH_TOKENS at a
+    time. So the stream is a pure function of shards and SEED. Disk and stage run in threads of their own;
+    TRAIN_PREFETCH=0 gives the same bytes without threads. Raises ConfigError if a step does not divide
+    evenly.
     """
 
     config: Config
@@ -2981,55 +2988,57 @@ class Loader:
         machine = self.machine
         copies = config.train_copy_stream and machine.on_gpu
         self.stream = torch.cuda.Stream(machine.device) if copies else None
-        # Of each step a rank has so many sequences, in so many micro-batches of so many.
+        # Per step, a rank has micro_steps micro-batches of micro_sequences each, step_sequences in total.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
         self.step_sequences = config.train_batch_tokens // config.train_seq_len // machine.world_size
         self.micro_sequences = self.step_sequences // self.micro_steps
         self.seek(0)
 
     def seek(self, step: int, stream_hash: int = 0) -> None:
-        """Go to the start of a step, in O(shards). stream_hash: of this rank's batches before it."""
+        """Go to the start of a step, in O(shards). stream_hash: of this rank's batches before that step."""
         self.close()
-        self.index = step * self.micro_steps  # micro-batches delivered, from the first step of the run on
+        self.index = step * self.micro_steps  # micro-batches delivered since the first step of the run
         self.stream_hash = stream_hash
-        self.wait_ms = 0.0  # for all batches; who reads it sets it back to zero
-        self.stage_ms = 0.0  # in which the last batch was staged, its wait for a shard included
-        visits = self._ahead("disk", self._read(self.index), 1)
-        self.batches = self._ahead("stage", self._stage(visits, self.index), self.config.train_prefetch_queue)
+        self.wait_ms = 0.0  # total of all batches since its reader last set it to zero
+        self.stage_ms = 0.0  # time it took to stage the last batch, including its wait for a shard
+        visits, read_ahead = self._prefetch("disk", self._read(self.index), 1)
+        batches = self._stage(visits, read_ahead, self.index)
+        self.batches, self.stage_ahead = self._prefetch("stage", batches, self.config.train_prefetch_queue)
 
-    def _ahead(self, stage: str, items: Iterator[Any], count: int) -> Iterator[Any]:
-        """The same items, `count` of them made ahead of need by a thread; not so without TRAIN_PREFETCH."""
+    def _prefetch(
+        self, stage: str, items: Iterator[Any], count: int
+    ) -> tuple[Iterator[Any], Callable[[], None]]:
+        """Let a thread make the first `count` items ahead of need; it starts now.
+
+        Returns the items, and a function that lets the thread make one more of them. Whoever takes an item
+        calls it, and so decides when the thread gets to work. Without TRAIN_PREFETCH there is no thread.
+        """
         if not self.config.train_prefetch:
-            return items
-        # A new thread is on GPU 0; leaving `torch.cuda.stream` there would open a context on it.
-        of_device = functools.partial(torch.cuda.set_device, self.machine.device)
-        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", of_device if self.machine.on_gpu else None)
+            return items, lambda: None
+        # A new thread is on GPU 0, where leaving `torch.cuda.stream` would open a context.
+        use_device = functools.partial(torch.cuda.set_device, self.machine.device)
+        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", use_device if self.machine.on_gpu else None)
         self.pools.append(pool)
-        # Work begins now, not when the first item is asked for.
         pending = deque(pool.submit(next, items) for _ in range(count))
 
-        def refill() -> None:
+        def make_one_more() -> None:
             pending.append(pool.submit(next, items))
 
         def in_order() -> Iterator[Any]:
             while True:
-                # A worker's error is raised here, in its place among the items.
-                item = pending.popleft().result(LOADER_TIMEOUT_SECONDS)
-                if stage == "disk":
-                    refill()
-                yield item
+                # This raises an error of the thread, in its place among the items.
+                yield pending.popleft().result(LOADER_TIMEOUT_SECONDS)
 
-        self.refill = refill  # of the stage that was begun last
-        return in_order()
+        return in_order(), make_one_more
 
     def _position(self, index: int) -> int:
-        """Position in the stream of the first sequence of a micro-batch of this rank."""
+        """Position in the stream of the first sequence of this rank's micro-batch number `index`."""
         step, micro_step = divmod(index, self.micro_steps)
         rank_part = step * self.machine.world_size + self.machine.rank
         return rank_part * self.step_sequences + micro_step * self.micro_sequences
 
     def _read(self, first: int) -> Iterator[tuple[Array, Array]]:
-        """Disk stage: the sequences of each shard (N, T + 1), and the numbers of this rank's in order."""
+        """Disk stage: of each shard, its sequences (N, T + 1) and the numbers of this rank's, in order."""
         length = self.config.train_seq_len
         start = self._position(first)
         for visit in shard_visits(self.config, self.shards, start):
@@ -3037,16 +3046,24 @@ class Loader:
                 tokens = read_tokens(visit.shard, self.config.vocab_size)
             sequences_NT = sliding_window_view(tokens, length + 1)[::length]
             positions = visit.begin + np.arange(len(visit.order))
-            # Each step is cut into one run of sequences for each rank.
+            # Each step is split into one run of consecutive positions per rank.
             owner = positions // self.step_sequences % self.machine.world_size
             mine = (positions >= start) & (owner == self.machine.rank)
             with self.trace.span("disk_idle", "disk", ready=visit.shard.path.name):
                 yield sequences_NT, visit.order[mine]
 
-    def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
+    def _sequences(self, visits: Iterator[Any], read_ahead: Callable[[], None]) -> Iterator[Array]:
+        """This rank's sequences (T + 1,), one by one."""
+        for sequences_NT, order in visits:
+            read_ahead()  # the next shard, while this one is used
+            for number in order:
+                yield sequences_NT[number]
+
+    def _stage(
+        self, visits: Iterator[Any], read_ahead: Callable[[], None], first: int
+    ) -> Iterator[StagedBatch]:
         """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
-        # One after the other, (T + 1,) each.
-        sequences = (sequences_NT[number] for sequences_NT, order in visits for number in order)
+        sequences = self._sequences(visits, read_ahead)
         for index in itertools.count(first):
             began = time.perf_counter()
             with self.trace.span("stage", "stage", batch=index):
@@ -3055,18 +3072,19 @@ class Loader:
             yield batch
 
     def _stage_batch(self, sequences: Iterator[Array], index: int) -> StagedBatch:
-        """The micro-batch of this number, made of the next sequences.
+        """Micro-batch number `index`, made of the next sequences.
 
-        Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
-        the event behind its last copy, device memory when the streams told by `record_stream` are past it.
-        The next batch is gathered while this one is copied: only the stream of the step waits for a copy.
+        Nothing is overwritten while it is read, because each batch has its own memory. PyTorch reuses pinned
+        memory after the event that follows its last copy, and device memory once the streams passed to
+        `record_stream` are done with it. The next batch is gathered while this one is copied: only the step's
+        stream waits for a copy.
         """
         ids = torch.empty(
             self.micro_sequences, self.config.train_seq_len + 1,
             dtype=torch.uint16, pin_memory=self.machine.on_gpu)  # fmt: skip
         ids_BT = ids.numpy()  # the same memory
         np.concatenate(list(itertools.islice(sequences, self.micro_sequences)), out=ids_BT.reshape(-1))
-        # The hash reads the very memory that is copied.
+        # Hash the same memory that is copied to the device.
         sequence_hash = hash_sequences(self._position(index), ids_BT)
         starts = document_starts(ids_BT[:, :-1], self.config)
         copy = None
@@ -3076,7 +3094,7 @@ class Loader:
         return StagedBatch(ids, starts, sequence_hash, copy)
 
     def _copy(self, ids: Tensor) -> tuple[Tensor, CopyMarks]:
-        """The ids on the device, copied in the current stream between two events."""
+        """Copy ids to the device in the current stream, between two events."""
         marks = CopyMarks(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         marks.begin.record()
         ids = ids.to(self.machine.device, non_blocking=True)
@@ -3084,29 +3102,28 @@ class Loader:
         return ids, marks
 
     def next_batch(self) -> Batch:
-        """The next micro-batch. DataError has the place in the stream and what happened there."""
+        """The next micro-batch. DataError names the position in the stream and the cause."""
         asked = time.perf_counter()
         ids, host_starts, sequence_hash, copy = self._next_staged()
         self.wait_ms += 1e3 * (time.perf_counter() - asked)
-        # On a CPU the copy is the widening; a GPU's copies have events of their own.
+        # On a CPU the cast is the copy. On a GPU the copy is traced by its own events.
         lane = "main" if self.machine.on_gpu else "copy"
         with self.trace.span("gpu_transfer", lane, batch=self.index):
             if copy is not None:
-                # Made on the copy stream: its memory is not reused before this stream is done too.
+                # The ids belong to the copy stream: keep their memory until this stream has read them.
                 stream = torch.cuda.current_stream(self.machine.device)
                 stream.wait_event(copy.end)
                 ids.record_stream(stream)
             elif self.machine.on_gpu:
                 ids, copy = self._copy(ids)
-            # Widened on the device: two bytes a token cross the bus, not sixteen.
+            # Cast on the device: 2 bytes per token cross the bus instead of 16.
             inputs_BT = ids[:, :-1].long()
             targets_BT = ids[:, 1:].long()
             starts = starts_to_device(host_starts, self.machine.device)
         self.index += 1
         self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
-        if self.config.train_prefetch:
-            # The thread wakes now that the step has its batch: both want the interpreter.
-            self.refill()
+        # Wake the stage thread only now that the step has its batch, because both compete for the GIL.
+        self.stage_ahead()
         return Batch(inputs_BT, targets_BT, starts, copy)
 
     def stage_first(self) -> None:
@@ -3114,13 +3131,13 @@ class Loader:
         self.batches = itertools.chain([self._next_staged()], self.batches)
 
     def _next_staged(self) -> StagedBatch:
-        """Wait for the next batch of the workers. Raises DataError."""
+        """The next batch from the stage thread. Raises DataError."""
         try:
             return next(self.batches)
-        except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
-            # The shard that holds the batch's last sequence is the one it was read from last.
+        except (Exception, SystemExit, GeneratorExit) as error:  # whatever can end a thread
+            # The shard that was read last is the one that holds the batch's last sequence.
             last = self._position(self.index) + self.micro_sequences - 1
-            # What a user can fix is said in a sentence; anything else needs to be found in the code.
+            # A sentence is enough for what a user can fix; anything else needs the traceback.
             reason = f"{error}" if isinstance(error, DataError) else f"{error!r}"
             if not isinstance(error, (DataError, OSError)):
                 reason += f"\n{traceback.format_exc()}"
@@ -3130,7 +3147,7 @@ class Loader:
             ) from error
 
     def close(self) -> None:
-        """Let the threads end after the item under way; at any time, any number of times."""
+        """Let the threads end after their current item. May be called at any time, and repeatedly."""
         for pool in self.pools:
             pool.shutdown(wait=False, cancel_futures=True)
         self.pools = []
