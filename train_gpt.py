@@ -4212,23 +4212,23 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
 
 
 # ============================================================================================================
-# QUANTIZE — weights to integers: GPTQ moves each rounding error into weights that are still to be rounded.
+# QUANTIZE — weights to integers: GPTQ makes up for each rounding error in columns that are rounded later.
 # ============================================================================================================
 
-Hessians = dict[tuple[str, int], Tensor]  # (input of matrices, layer) -> (C, C) fp32
+Hessians = dict[tuple[str, int], Tensor]  # (input name, layer) -> (C, C) fp32
 
 
 @torch.no_grad()
 def collect_hessians(model: GPT, batches: Iterable[Batch]) -> Hessians:
-    """Sums of x xᵀ over the tokens of all ranks' training `batches`.
+    """For every matrix input x (C,), the sum of x xᵀ over the tokens of all ranks' training `batches`.
 
-    All ranks call it together, with equally many batches. A looped layer adds up all of its visits.
+    All ranks call it together, with the same number of batches. A looped layer sums over all of its passes.
     """
     sums: Hessians = {}
 
-    def observe(site: str, layer: int, x: Tensor) -> None:
+    def observe(input_name: str, layer: int, x: Tensor) -> None:
         x_NC = x.reshape(-1, x.size(-1)).float()
-        sums[site, layer] = x_NC.T @ x_NC + sums.get((site, layer), 0.0)
+        sums[input_name, layer] = x_NC.T @ x_NC + sums.get((input_name, layer), 0.0)
 
     for batch in batches:
         model(batch.inputs_BT, batch.starts, observe=observe)
@@ -4237,92 +4237,92 @@ def collect_hessians(model: GPT, batches: Iterable[Batch]) -> Hessians:
     return sums
 
 
-MAX_CODE = 127  # codes are int8, with as many on both sides of zero
-# Steps of columns are at most eight times finer or coarser than those of their rows; in eighths of an octave.
+MAX_CODE = 127  # codes are int8 and symmetric around zero
+# In eighths of an octave: a column's step is at most 8 times finer or coarser than that of its row.
 COLUMN_EXPONENT_MAX = 24
 
 
 class QuantizedWeights(NamedTuple):
-    """A parameter as a bank of N matrices (R, C), in integers."""
+    """A parameter as a bank of N matrices (R, C) of integers."""
 
-    codes: Array  # (R, N * C) int8, in steps; along a trellis int16, in half steps
-    exponents: Array  # (R, N) int8: the scale of each row, in eighths of an octave
-    column_exponents: Array | None = None  # (N, C) int8: those of the columns; None: all are 0
+    codes: Array  # (R, N * C): int8, in steps; with a trellis int16, in half steps
+    exponents: Array  # (R, N) int8: log2 of each row's step, times 8
+    column_exponents: Array | None = None  # (N, C) int8: log2 of each column's factor, times 8; None: all 0
 
 
 def bank_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A parameter's shape as matrices, rows and columns; fewer axes: one matrix, perhaps of one row."""
+    """The shape as (matrices, rows, columns): a matrix is a bank of one, a vector is one row."""
     return (1, 1, *shape)[-3:]
 
 
 def scales_of(exponents: Tensor) -> Tensor:
-    """The scales of exponents. fp16 has too few digits to show how each machine rounds `exp2`."""
+    """2 ** (exponents / 8). Rounded to fp16, so that it is the same however a machine rounds `exp2`."""
     return torch.exp2(exponents / 8).half().float()
 
 
 class Quantizer:
     """GPTQ of one parameter (Frantar et al., arXiv 2210.17323; PR #1394).
 
-    1. Order the columns by their Hessian diagonal, largest first.
-    2. Factor the inverse of the damped Hessian; with `column_steps`, give every column its own step size.
-    3. `quantize`: round column by column, and spread each rounding error over the columns still to come.
+    1. Sort the columns by their Hessian diagonal, largest first.
+    2. Factor the inverse of the damped Hessian. With `column_steps`, give each column its own step.
+    3. `quantize`: round column by column, and spread each rounding error over the remaining columns.
 
-    Steps 1 and 2 are done once, step 3 for each step size that rate control tries. A parameter without any
-    Hessian is rounded to nearest.
+    A step is the distance between two neighboring codes. 1 and 2 are done once, 3 for every step that rate
+    control tries. A parameter without a Hessian is rounded to nearest.
     """
 
     def __init__(
         self, name: str, weights: Tensor, parameter: Parameter, hessians: Hessians, config: Config
     ) -> None:
-        """name: for messages. hessians: of `collect_hessians`.
+        """name: for messages. hessians: from `collect_hessians`.
 
-        COLUMN_STEPS is the power in `_even_out`; 0: all columns have the same step. With TRELLIS=1 codes
-        follow a trellis along the rows of a column. Both are for matrices alone, the parameters with a role.
-        Raises ArtifactError where weights or Hessians are not finite.
+        COLUMN_STEPS is the power in `_equalize_columns`; 0 gives all columns the same step. With TRELLIS=1
+        the codes of each column follow a trellis. Both apply to matrices only, the parameters with a role.
+        Raises ArtifactError if weights or Hessians are not finite.
         """
         self.trellis = config.trellis and parameter.role != ""
         self.nearest = nearest_on_trellis if self.trellis else nearest_code
-        self.damping = config.gptq_damping  # more, where a Hessian needed it
+        self.damping = config.gptq_damping  # grows if a Hessian needs more
         self.weights_NRC = weights.detach().view(bank_shape(parameter.shape))
         self.column_steps = 0.0
         self.column_exponents_NC = torch.zeros_like(self.weights_NRC[:, 0], dtype=torch.int8)
-        # The unit of a step: a row's standard deviation; in small tensors its largest absolute weight.
+        # The unit of a step: the standard deviation of a row, or in small tensors its largest |weight|.
         if parameter.role:
             self.spreads_NR = self.weights_NRC.std(dim=2)
             self.column_steps = config.column_steps
         else:
             self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
         if not self.weights_NRC.isfinite().all():
-            raise ArtifactError(f"{name} is not finite: nothing written; resume from a checkpoint")
-        self.rounded = not (parameter.inputs and hessians)  # to nearest
-        if self.rounded:
+            raise ArtifactError(f"{name} is not finite, so no artifact was written; resume from a checkpoint")
+        self.round_to_nearest = not (parameter.inputs and hessians)
+        if self.round_to_nearest:
             return
 
-        # With two inputs the first half of the bank has the first, the second half the second.
+        # With two inputs, the first half of the bank reads the first one, the second half the second.
         layers = range(len(self.weights_NRC) // len(parameter.inputs))
-        found = [hessians[site, layer] for site in parameter.inputs for layer in layers]
+        found = [hessians[input_name, layer] for input_name in parameter.inputs for layer in layers]
         h_NCC = torch.stack(found).double()
         if not h_NCC.isfinite().all():
-            raise ArtifactError(f"inputs of {name} are not finite: nothing written; resume from a checkpoint")
+            raise ArtifactError(f"inputs of {name} are not finite, so no artifact was written; resume from a "
+                                "checkpoint")
 
-        # Columns whose inputs are largest go first: their errors have the most columns to make up for them.
+        # Columns with the largest inputs go first, while most columns are left to make up for their errors.
         diagonal_NC = h_NCC.diagonal(dim1=1, dim2=2)
         self.order_NC = diagonal_NC.argsort(dim=1, descending=True, stable=True)
         h_NCC = h_NCC.take_along_dim(self.order_NC[:, :, None], 1).take_along_dim(self.order_NC[:, None], 2)
         mean_N11 = diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
         self.upper_NCC = self._inverse_factor(h_NCC, mean_N11)
         if self.column_steps > 0:
-            self.column_exponents_NC = self._even_out()
-        # A column whose input was always zero changes nothing: zeros cost least to code.
+            self.column_exponents_NC = self._equalize_columns()
+        # A column whose input is always zero has no effect, and zeros cost the fewest bits.
         used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
         self.used_NRC = used_NRC.take_along_dim(self.order_NC[:, None], 2)
 
     def _inverse_factor(self, h_NCC: Tensor, mean_N11: Tensor) -> Tensor:
-        """Upper Cholesky factors (N, C, C), fp32, of the inverses of damped Hessians.
+        """Upper Cholesky factors (N, C, C), fp32, of the inverses of the damped Hessians.
 
-        mean_N11: means of the diagonals. `damping` of them is added to the diagonals. Rounding can leave a
-        Hessian without an inverse. A larger share then costs little precision, and a share that is large
-        enough always helps.
+        mean_N11: means of the diagonals; `damping` times them is added to the diagonals. Rounding can make a
+        Hessian singular. Then the damping grows until the factorization succeeds.
         """
         identity_CC = torch.eye(h_NCC.size(1), device=h_NCC.device)
         while True:
@@ -4332,29 +4332,29 @@ class Quantizer:
             except torch.linalg.LinAlgError:
                 self.damping *= 10
 
-    def _even_out(self) -> Tensor:
-        """Column exponents (N, C) that make all columns lose alike.
+    def _equalize_columns(self) -> Tensor:
+        """Column exponents (N, C) that make the columns contribute equally to the loss.
 
-        GPTQ's loss is the sum of squares of error / U, with U the column's diagonal entry of the factor. With
-        one step size, columns of small U make most of it. A given number of bits loses least with steps in
-        proportion to U (WaterSIC: Lifar et al., arXiv 2603.04956). A power of U below 1 trusts Hessians of
-        few tokens less.
+        GPTQ's loss is the sum of (error / U)², where U is the column's diagonal entry in the factor. If all
+        columns have the same step, those with a small U dominate it. At a given number of bits, steps
+        proportional to U minimize the loss (WaterSIC: Lifar et al., arXiv 2603.04956). A power of U below 1
+        relies less on Hessians of few tokens.
         """
         octaves_NC = self.upper_NCC.diagonal(dim1=1, dim2=2).log2()
-        # Only ratios matter: rate control sets the mean.
+        # Only ratios matter, because rate control sets the mean.
         octaves_NC = self.column_steps * (octaves_NC - octaves_NC.mean(dim=1, keepdim=True))
         exponents_NC = (8 * octaves_NC).round().clamp(-COLUMN_EXPONENT_MAX, COLUMN_EXPONENT_MAX).char()
         return exponents_NC.take_along_dim(self.order_NC.argsort(dim=1), 1)
 
     def quantize(self, step: float, levels: float) -> QuantizedWeights:
-        """Codes for one step size, given in the spreads of a row.
+        """Quantize with this step, in units of each row's spread.
 
-        levels: the clip, in steps; with column exponents it is MAX_CODE, as finer steps need more of them.
+        levels: the clip, in steps. With column exponents it is MAX_CODE instead, as finer steps need more.
         """
-        # A scale is an eighth of an octave: one byte a row, and no table of scales.
+        # In eighths of an octave, the step of a row takes one byte.
         exponents_NR = (8 * (self.spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
         scales_NR = scales_of(exponents_NR)
-        if self.rounded:
+        if self.round_to_nearest:
             values_NCR = (self.weights_NRC / scales_NR[:, :, None]).mT
             steps_NRC = self.nearest(values_NCR.flatten(0, 1), levels).view(values_NCR.shape).mT
         else:
@@ -4365,7 +4365,7 @@ class Quantizer:
         return QuantizedWeights(codes_RN.cpu().numpy(), exponents_NR.T.cpu().numpy(), of_columns)
 
     def _compensate(self, row_scales_NR: Tensor, levels: float) -> Tensor:
-        """Steps (N, R, C). Column by column, the weights still to come make up for each rounding error."""
+        """GPTQ: the weights (N, R, C) in whole or half steps, rounded column by column."""
         work_NRC = self.used_NRC.clone()
         column_scales_NC = scales_of(self.column_exponents_NC.take_along_dim(self.order_NC, 1))
         if self.column_steps > 0:
@@ -4375,21 +4375,21 @@ class Quantizer:
             values_NR = work_NRC[:, :, column]
             steps_NR = self.nearest(values_NR / scales_NR, levels)
             errors_NR = (values_NR - steps_NR * scales_NR) / self.upper_NCC[:, column, column, None]
-            # Spread the error over the remaining columns, as GPTQ does.
+            # The remaining columns make up for the error.
             shares_N1C = self.upper_NCC[:, column, None, column:]
             work_NRC[:, :, column:].baddbmm_(errors_NR[:, :, None], shares_N1C, alpha=-1)
             work_NRC[:, :, column] = steps_NR
-        # Back to the order in which the model has its columns.
+        # Undo the sorting of the columns.
         return work_NRC.take_along_dim(self.order_NC.argsort(dim=1)[:, None], 2)
 
 
 def nearest_code(values: Tensor, levels: float) -> Tensor:
-    """The whole step in ±levels nearest to each of the values in steps, of any shape: plain rounding."""
+    """Round values in steps to the nearest whole step within ±levels; any shape."""
     return values.clamp(-levels, levels).round()
 
 
-def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tensor:
-    """The weights (`shape`) of codes and exponents, fp32, on the CPU."""
+def dequantize(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tensor:
+    """The weights of this shape, fp32 on the CPU."""
     matrices, rows, columns = bank_shape(shape)
     scales_RN1 = scales_of(torch.from_numpy(quantized.exponents)[:, :, None])
     if quantized.codes.dtype == np.int16:
@@ -4402,34 +4402,36 @@ def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tens
 
 # --- the trellis: codes on two grids, half a step apart -----------------------------------------------------
 #
-# Weights that are rounded one by one have errors that fill a cube, of a mean square of step² / 12. A ball of
-# the same volume has 1.53 dB less, and no code of the same entropy can gain more: 0.25 bits a weight.
+# If weights are rounded one by one, their errors fill a cube, with a mean square of step² / 12. In a ball of
+# the same volume it is 1.53 dB lower. No code of the same entropy can gain more; it is worth 0.25 bits per
+# parameter.
 #
-# Trellis-coded quantization gets two thirds of that. A code k stands for k steps, or for k and a half: its
-# shift is 0 or 1 half steps. The shift is not stored. It follows from the codes of the rows before:
+# Trellis-coded quantization gets two thirds of that. A code k means either k or k + ½ steps: it has a shift
+# of 0 or 1 half steps. The shift is not stored, because it follows from the codes of the previous rows:
 #
 #     next shift = parity of the code ^ shift one row before ^ shift two rows before
 #
-# So a code costs as many bits as one of whole steps, and its parity chooses the grids of the rows to come.
-# The shifts of three rows are a state. Dynamic programming finds the sequence of codes with the least squared
-# error in the trellis of the eight states.
+# So a code takes as many bits as one of whole steps, and its parity selects the grids of the following rows.
+# The shifts of three rows are a state. Dynamic programming finds the path through the trellis of these eight
+# states with the least squared error.
 # (TCQ: Marcellin and Fischer 1990, with an entropy coder: Fischer and Wang 1992; this code of eight states is
 # Ungerboeck's, 1982; on weights, without an entropy coder: Tseng et al., arXiv 2406.11235)
 
-# Rows after which all shifts are 0 again: blocks of rows are searched side by side, at a cost of 0.01 bits.
+# All shifts return to 0 after this many rows, so that blocks of rows can be searched in parallel. This costs
+# 0.01 bits per parameter.
 TRELLIS_ROWS = 128
 
 
 class Trellis:
-    """The shifts of an array that is read row by row; every column has its own state."""
+    """The shifts of an array as it is read row by row. Every column has its own state."""
 
     def __init__(self, columns: int) -> None:
         self.rows = 0
-        # Of the next row, of the one before it and of the one before that.
+        # Shifts of the next row, of the row before it and of the row before that.
         self.shifts_3C = np.zeros((3, columns), np.int64)
 
     def follow(self, codes_C: Array) -> None:
-        """Move on to the row after these codes."""
+        """Advance by a row that has these codes."""
         shift_C, before_C, before_that_C = self.shifts_3C
         next_shift_C = (codes_C & 1) ^ before_C ^ before_that_C
         self.shifts_3C = np.stack([next_shift_C, shift_C, before_C])
@@ -4439,7 +4441,7 @@ class Trellis:
 
 
 def half_steps(codes_RC: Array) -> Array:
-    """The values of codes in half steps: 2 · code + shift, int16."""
+    """The values of codes (R, C) in half steps: 2 · code + shift, int16."""
     trellis = Trellis(codes_RC.shape[1])
     halves_RC = 2 * codes_RC.astype(np.int16)
     for codes_C, halves_C in zip(codes_RC, halves_RC, strict=True):
@@ -4448,21 +4450,15 @@ def half_steps(codes_RC: Array) -> Array:
     return halves_RC
 
 
-# A branch of the trellis leads from a state (the last three shifts) to the next one (next shift, shift, shift
-# before). The code has the parity that leads to the next shift.
-NEXT, SHIFT, BEFORE, BEFORE_THAT = np.indices((2, 2, 2, 2))
-PARITY = NEXT ^ BEFORE ^ BEFORE_THAT
-
-
 def nearest_path(values_RC: Array, levels: float) -> Array:
-    """The half steps (R, C), int16, nearest to each column of `values_RC`, which are in steps.
+    """The path through the trellis nearest to each column of `values_RC` (in steps): half steps, int16.
 
-    values_RC: up to TRELLIS_ROWS rows. The path has the least squared error of all that `half_steps` can give
-    for codes in ±levels (Viterbi 1967).
+    values_RC: at most TRELLIS_ROWS rows. Of everything that `half_steps` can return for codes in ±levels, the
+    result has the least squared error (Viterbi 1967).
     """
     rows, columns = values_RC.shape
-    # For each shift and each parity of a code: the nearest half steps. Codes of one parity are two steps
-    # apart; the largest is levels, rounded, or the one below.
+    # The nearest half steps, for each shift and each parity of the code. Codes of one parity are two steps
+    # apart; the largest is levels, rounded, or the one below it.
     halves_22RC = np.empty((2, 2, rows, columns), np.float32)
     for shift in range(2):
         for parity in range(2):
@@ -4472,18 +4468,25 @@ def nearest_path(values_RC: Array, levels: float) -> Array:
             halves_22RC[shift, parity] = 2 * np.clip(codes_RC, -largest, largest) + shift
     errors_22RC = np.square(values_RC - 0.5 * halves_22RC)
 
-    # Forward: the least error of all paths to each state, and which of two states the best one came from.
+    # A state is (shift, shift before, shift before that). From each, two branches lead on, one for each next
+    # shift, to the state (next shift, shift, shift before). The next shift fixes the parity of the code.
+    next_2222, shift_2222, before_2222, before_that_2222 = np.indices((2, 2, 2, 2))
+    parity_2222 = next_2222 ^ before_2222 ^ before_that_2222
+
+    # Forward: the least error of all paths to each state, and which of two states the best path came from.
     costs_222C = np.full((2, 2, 2, columns), np.inf, np.float32)
     costs_222C[0, 0, 0] = 0.0
     came_from_R222C = np.empty((rows, 2, 2, 2, columns), bool)
     for row in range(rows):
-        branches_2222C = costs_222C + errors_22RC[SHIFT, PARITY, row]
-        from_0 = branches_2222C[:, :, :, 0]
-        from_1 = branches_2222C[:, :, :, 1]
+        # By (next shift, shift, shift before, shift before that): the costs of the states are the same for
+        # both next shifts.
+        branch_costs_2222C = costs_222C + errors_22RC[shift_2222, parity_2222, row]
+        from_0 = branch_costs_2222C[:, :, :, 0]
+        from_1 = branch_costs_2222C[:, :, :, 1]
         np.less(from_1, from_0, out=came_from_R222C[row])
         costs_222C = np.minimum(from_0, from_1)
 
-    # Backward: from the best state at the end, along the branches that led to it.
+    # Backward: from the best final state, along the branches that led to it.
     path_RC = np.empty((rows, columns), np.int16)
     column = np.arange(columns)
     best_C = costs_222C.reshape(8, columns).argmin(0)
@@ -4499,67 +4502,72 @@ def nearest_path(values_RC: Array, levels: float) -> Array:
 
 
 def nearest_on_trellis(values_NR: Tensor, levels: float) -> Tensor:
-    """The steps (N, R), whole ones and halves, that a trellis along R can give nearest to values in steps."""
+    """Round values in steps (N, R) to the nearest path, in whole and half steps, of a trellis along R."""
     rows = values_NR.size(1)
     length = min(rows, TRELLIS_ROWS)
-    # Zeros fill the last block of rows, and are dropped after the search.
-    filled_NR = F.pad(values_NR, (0, -rows % length))
-    # Each block is a column of its own: no path goes from one into the next.
-    blocks_RC = filled_NR.reshape(-1, length).T.cpu().numpy()
+    # Pad the last block of rows with zeros, which are dropped after the search.
+    padded_NR = F.pad(values_NR, (0, -rows % length))
+    # Each block becomes a column of its own, because the shifts restart there.
+    blocks_RC = padded_NR.reshape(-1, length).T.cpu().numpy()
     path_CR = torch.from_numpy(nearest_path(blocks_RC, levels).T.astype(np.float32))
-    return path_CR.to(values_NR.device).reshape(filled_NR.shape)[:, :rows] / 2
+    return path_CR.to(values_NR.device).reshape(padded_NR.shape)[:, :rows] / 2
 
 
 # ============================================================================================================
-# CODER — integers to bytes: rANS under a model that learns as it goes; knows nothing of networks.
+# CODER — integers to bytes: rANS with an adaptive model of the symbols; knows nothing about networks.
 # ============================================================================================================
 
-# A row's frequencies come from the rows before it, in one table per class of columns: no table is stored,
-# none can be forged, and columns of different spread do not share one. Integers, and float operations that
-# IEEE 754 rounds exactly, give the same bytes on every machine. (rANS: Duda, arXiv 1311.2540)
+# The symbol frequencies of a row are estimated from the previous rows, so no table is stored or can be
+# forged. Each class of columns has its own table, because columns differ in spread. Only integers and float
+# operations that IEEE 754 rounds exactly are used, which gives the same bytes on every machine. (rANS: Duda,
+# arXiv 1311.2540)
 #
-# Along a trellis each class has a second table, for codes that stand for half a step more. Both sides know
-# the shift from the codes before, so it costs nothing.
-SLOTS = 1 << 15  # of a table; a lane's state has 17 to 32 bits, and moves in words of 16
-# Borders of the classes of columns, in 256ths of the mean |code| of a column: four to an octave.
+# With a trellis, each class has a second table for codes with a shift of half a step. Encoder and decoder
+# both know the shift from the previous codes, so it costs nothing.
+SLOTS = 1 << 15  # per table; a lane's state has 17 to 32 bits, and is refilled by words of 16 bits
+# Lower edges of the classes of columns, in 256ths of a column's mean |code|: four per octave.
 CLASS_EDGES = np.array([(4 + quarter) << octave for octave in range(12) for quarter in range(4)])
-ALONG_TRELLIS = 128  # in the byte of an array's peak, which needs seven bits
+ALONG_TRELLIS = 128  # a flag in the byte of an array's peak, which itself takes seven bits
 
 
 class SymbolModel:
-    """How probable each symbol of an array is, learned row by row, alike in the encoder and in the decoder.
+    """The probability of each symbol of an array, learned row by row, in the encoder and decoder alike.
 
-    A column belongs to a class, by the mean |code| of its rows so far; every class has a table of whole
-    frequencies that sum to SLOTS. The tables lie behind one another in one array, so that a symbol of table
-    t is entry `t * size + symbol`, and its slots begin at `starts[entry]`. A symbol is a code plus the peak.
+    A column's class is determined by the mean |code| of its rows so far. Each class has a table of integer
+    frequencies that sum to SLOTS. The tables are concatenated, so that a symbol of table t is entry
+    `t * size + symbol`, and its slots begin at `starts[entry]`. A symbol is a code plus the peak.
     """
 
     def __init__(self, columns: int, peak_byte: int) -> None:
-        """peak_byte: the largest |code| of the array, plus ALONG_TRELLIS where it follows a trellis."""
+        """peak_byte: the largest |code| of the array, plus ALONG_TRELLIS if it follows a trellis."""
         self.along_trellis = peak_byte >= ALONG_TRELLIS
-        self.trellis = Trellis(columns)  # off the trellis all its shifts stay 0
+        self.trellis = Trellis(columns)  # without a trellis, all its shifts stay 0
         peak = peak_byte % ALONG_TRELLIS
         self.peak = peak
         self.size = 2 * peak + 1
         values = np.arange(-peak, peak + 1.0)
         if self.along_trellis:
             values = np.stack([values, values + 0.5])
-        # A first guess for about the middle of each class, with heavier tails than a Gaussian: Student's t
-        # with seven degrees of freedom, 64 at its top; 1.5 keeps the narrowest class from being too sure.
-        # Products only: powers round differently on different machines, and then decoders would disagree.
-        means = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256
-        bell = 1.0 / (1.0 + values[..., None, :] * values[..., None, :] / (6.0 * means * means + 1.5))
+        # Initial counts: Student's t with ν = 7, which has heavier tails than a Gaussian,
+        #
+        #     64 · (1 + x² / (6σ² + 1.5))^−4,
+        #
+        # for a value x and the mean |code| σ near the middle of each class. The 1.5 keeps the narrowest
+        # classes from being too sure. The power is written as multiplications, because `**` rounds
+        # differently on different machines, and their decoders would disagree.
+        sigmas = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256
+        bell = 1.0 / (1.0 + values[..., None, :] * values[..., None, :] / (6.0 * sigmas * sigmas + 1.5))
         self.counts = np.floor(64.0 * bell * bell * bell * bell).astype(np.int64).reshape(-1, self.size)
-        # As if two rows had come before, with codes of a sixth of the peak.
+        # Start as if two rows had been seen, with a mean |code| of a sixth of the peak.
         self.rows = 2
         self.sums_256ths = np.full(columns, 2 * 256 * peak // 6)
 
     def tables(self) -> tuple[Array, Array, Array]:
-        """For the next row: first entry of each column's table; frequency and first slot of every entry."""
-        # No symbol is impossible: each has one slot; the others are shared out by how often each was seen.
+        """For the next row: first entry of each column's table; frequency and first slot of each entry."""
+        # Each symbol gets one slot, so that none is impossible. The others are divided up by the counts.
         totals = self.counts.sum(1, keepdims=True)
         frequencies = 1 + self.counts * (SLOTS - self.size) // totals
-        # The slots that rounding left go to the most frequent symbol of each table.
+        # The slots left over by rounding go to the most frequent symbol of each table.
         unused = SLOTS - frequencies.sum(1)
         most_frequent = self.counts.argmax(1)
         frequencies[range(len(frequencies)), most_frequent] += unused
@@ -4569,44 +4577,45 @@ class SymbolModel:
         return classes * self.size, flat, flat.cumsum() - flat
 
     def learn(self, table_starts: Array, symbols: Array) -> None:
-        """Count the row that was just coded, by the tables that begin at `table_starts`."""
-        # Counts only grow: old rows count as much as new ones, as weights have no order in time.
+        """Count the row that was just coded with the tables that begin at `table_starts`."""
+        # Counts do not decay, because the rows of a matrix have no order in time.
         seen = np.bincount(table_starts + symbols, minlength=self.counts.size)
         self.counts += seen.reshape(self.counts.shape)
         codes = symbols - self.peak
-        self.sums_256ths += 128 * np.abs(2 * codes + self.trellis.shifts_3C[0])  # 128 are a half step
+        self.sums_256ths += 128 * np.abs(2 * codes + self.trellis.shifts_3C[0])  # half a step is 128
         self.rows += 1
         if self.along_trellis:
             self.trellis.follow(codes)
 
 
 def encode(arrays: list[Array]) -> bytes:
-    """Bytes of integer arrays (rows, columns): int8 codes in ±MAX_CODE, or int16 `half_steps` of such codes.
+    """Encode integer arrays (rows, columns): int8 codes in ±MAX_CODE, or int16 `half_steps` of such codes.
 
-    Symbols go to lanes in turn, each with its own state, so that numpy codes many at once; a lane costs four
-    bytes. The bytes: `peak_byte` of each array, number of lanes, states, words in the order they are read.
+    Symbols go to the lanes in turn. Each lane has its own state, so that numpy codes many at once, and costs
+    four bytes. The result: `peak_byte` of each array, number of lanes, their states, and the words in the
+    order in which they are read.
     """
     lanes = min(16 + sum(array.size for array in arrays) // 16_384, 1024)
 
-    # Forward: frequency and first slot of each symbol, as the decoder will find them.
+    # Forward: the frequency and first slot of each symbol, as the decoder will see them.
     peak_bytes = bytearray()
     coded = []
     for array in arrays:
         codes = array.astype(np.int64)
         kind = 0
         if array.dtype == np.int16:
-            codes >>= 1  # the shift goes: it follows from the codes before
+            codes >>= 1  # drop the shift, which follows from the previous codes
             kind = ALONG_TRELLIS
         peak_bytes.append(kind + np.abs(codes).max(initial=0))
         model = SymbolModel(array.shape[1], peak_bytes[-1])
         for symbols in codes + model.peak:
             table_starts, frequencies, starts = model.tables()
             entries = table_starts + symbols
-            # 16 bits each: all of them wait until the last symbol is known.
+            # 16 bits each, because all of them are kept until the last symbol.
             coded.append((frequencies[entries].astype("u2"), (starts[entries] % SLOTS).astype("u2")))
             model.learn(table_starts, symbols)
 
-    # Backward: rANS decodes last what was coded first.
+    # Backward, because rANS decodes in reverse order.
     states = np.full(lanes, 1 << 16, np.int64)
     words = []
     for row_frequencies, row_starts in reversed(coded):
@@ -4614,13 +4623,13 @@ def encode(arrays: list[Array]) -> bytes:
             frequencies = row_frequencies[left : left + lanes].astype(np.int64)
             starts = row_starts[left : left + lanes]
             state = states[: len(starts)]
-            # Coding multiplies a state by SLOTS / frequency: one that would outgrow 32 bits first gives its
-            # low word away.
+            # Coding multiplies a state by about SLOTS / frequency. If that would exceed 32 bits, first move
+            # its low word to the output.
             outgrows = (state >> 17) >= frequencies
             words.append(state[outgrows].astype("<u2").tobytes())
             state >>= np.where(outgrows, 16, 0)
-            # Floats divide several times as fast, and here exactly: a quotient of 32 bits that is no whole
-            # number is at least 2**-15 away from one.
+            # Float division is several times faster, and exact enough here: a quotient is below 2**32, and at
+            # least 2**-15 away from a whole number if it is not one.
             quotients = (state / frequencies).astype(np.int64)
             state += quotients * (SLOTS - frequencies) + starts
     head = peak_bytes + lanes.to_bytes(2, "little") + states.astype("<u4").tobytes()
@@ -4628,9 +4637,9 @@ def encode(arrays: list[Array]) -> bytes:
 
 
 def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[Array]:
-    """Inverse of `encode`, for arrays of these shapes (rows, columns): int8 codes, or int16 half steps.
+    """Inverse of `encode` for arrays of these shapes (rows, columns): int8 codes, or int16 half steps.
 
-    Raises ValueError where the data end early, late, or in the wrong state.
+    Raises ValueError if the data ends too early, too late, or in the wrong state.
     """
     peak_bytes = data[: len(shapes)]
     rest = data[len(shapes) :]
@@ -4647,11 +4656,11 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[Array]:
             for left in range(0, columns, lanes):
                 first = table_starts[left : left + lanes]
                 state = states[: len(first)]
-                # The low bits of a state name a slot of the column's table, and so the symbol it belongs to.
+                # The low bits of a state are a slot of the column's table, which belongs to one symbol.
                 slots = starts[first] + state % SLOTS
                 entries = starts.searchsorted(slots, side="right") - 1
                 symbols[left : left + lanes] = entries - first
-                # Undo the encoder's step: the states before these symbols.
+                # Undo the encoder's update: the states before these symbols.
                 state[:] = frequencies[entries] * (state // SLOTS) + slots - starts[entries]
                 low = np.flatnonzero(state < 1 << 16)
                 state[low] = (state[low] << 16) + words[used : used + len(low)]
@@ -4665,27 +4674,28 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[Array]:
 
 
 # ============================================================================================================
-# ARTIFACT — a model to bytes and back: code and file together fill ARTIFACT_BYTES_MAX, and never exceed it.
+# ARTIFACT — a model to bytes and back; code and file together fill ARTIFACT_BYTES_MAX and never exceed it.
 # ============================================================================================================
 
 COARSEST_STEP = 2.0  # standard deviations of a row; two thirds of the codes are zero then
-# Small tensors get 8 bits. With this step their largest weight fits into MAX_CODE steps even where rounding
-# the exponent made the scale 2 ** (1 / 16) smaller.
+# Small tensors get 8 bits. With this step, their largest weight is within MAX_CODE steps even if rounding the
+# exponent has made the step smaller by a factor of 2 ** (1 / 16).
 SMALL_STEP = 1 / 120
-# Factors of the configured steps that rate control tries; one notch changes a file of 36 M weights by 2 kB.
+# The factors on all steps that rate control can choose from. Neighbors differ by 2 kB in a file of 36M
+# parameters.
 MULTIPLIERS = 2.0 ** np.arange(-7, 12, 1 / 2048)
 
 
 def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tuple[Any, Any]:
-    """Step of a parameter's codes in spreads of a row, and the number of steps from zero to the clip.
+    """The quantization step of a parameter, in units of a row's spread, and the clip in steps.
 
-    A spread is the standard deviation of a row of a matrix, or the largest weight of a row of a small tensor.
-    multiplier: a factor of the configured step, or an array of them. No step is finer than that of 8 bits,
-    none coarser than COARSEST_STEP unless it is configured so. Small tensors always have 8 bits.
+    The spread is the standard deviation of a matrix row, or the largest |weight| of a small tensor's row.
+    multiplier: factor on the configured step, or an array of factors. The step is never finer than that of 8
+    bits, nor coarser than COARSEST_STEP unless configured so. Small tensors always get 8 bits.
     """
     if not parameter.role:
         return SMALL_STEP, MAX_CODE
-    # As published: a clip and a number of bits; rate control then scales the step.
+    # Clip and bits are as published; rate control then scales the step.
     clip = getattr(config, f"{parameter.role}_clip_sigmas")
     bits = config.embed_bits if parameter.role == "embed" else config.matrix_bits
     configured = clip / (2 ** (bits - 1) - 1)
@@ -4694,10 +4704,10 @@ def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tu
 
 
 def expected_bytes(config: Config, multiplier: Any) -> Any:
-    """About how large the file will be: a thousand bytes, and ½·log2(1 + 2πe/step²) bits per weight.
+    """An estimate of the file size: 1,000 bytes plus ½·log2(1 + 2πe/step²) bits per parameter.
 
-    These bits are about the entropy of a Gaussian value that is rounded with this step, in standard
-    deviations. multiplier: as in `step_and_levels`; an array of them gives an array of sizes.
+    That is roughly the entropy of a standard Gaussian that is rounded with this step. multiplier: as in
+    `step_and_levels`; an array of them gives an array of sizes.
     """
     total = 1000.0
     for parameter in parameter_table(config).values():
@@ -4707,56 +4717,58 @@ def expected_bytes(config: Config, multiplier: Any) -> Any:
     return total
 
 
-def most_weights(coded_bytes: int) -> int:
-    """The weights that a file of so many bytes may hold, whatever its header says: it bounds our memory.
+def max_parameters(coded_bytes: int) -> int:
+    """The most parameters that a file may claim to hold, which bounds the memory that a bad one can take.
 
-    Four million take 16 MiB, and each byte stands for 64 more, an eighth of a bit each. The default has 2.3.
+    4M parameters (16 MiB), and 64 more per byte, which is an eighth of a bit each. The default has 2.3 per
+    byte.
     """
     return (1 << 22) + 64 * coded_bytes
 
 
 def check_size(size_bytes: int, budget: int) -> None:
-    """ArtifactError where a file does not fit into `budget` bytes, which the code leaves for it."""
+    """ArtifactError if a file exceeds `budget`, the bytes that the code leaves of ARTIFACT_BYTES_MAX."""
     if size_bytes > budget:
         raise ArtifactError(
-            f"artifact {size_bytes} bytes, limit {budget} without the code: {size_bytes - budget} bytes too "
-            "many for ARTIFACT_BYTES_MAX; lower MODEL_DIM, raise ARTIFACT_BYTES_MAX or set RATE_CONTROL=1")
+            f"the artifact takes {size_bytes} bytes, but ARTIFACT_BYTES_MAX leaves {budget} for it after the "
+            f"code: {size_bytes - budget} bytes too many; lower MODEL_DIM, raise ARTIFACT_BYTES_MAX or set "
+            "RATE_CONTROL=1")
 
 
 def check_budget(config: Config, budget: int) -> None:
-    """ArtifactError, before a paid training, where the coarsest file is expected to exceed `budget` bytes."""
+    """ArtifactError, before training is paid for, if even the coarsest file should exceed `budget` bytes."""
     coarsest = MULTIPLIERS[-1] if config.rate_control else 1.0
-    # Trained weights are no perfect Gaussians: a file that is expected to be 5 % too large may still fit.
+    # Trained weights are not exactly Gaussian: a file with an estimate 5% too large may still fit.
     check_size(round(expected_bytes(config, coarsest) / 1.05), budget)
 
 
 def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]) -> tuple[bytes, str]:
-    """The file of the finest steps found that fits `budget` bytes, and a note about the search for the log.
+    """Search for the finest steps whose file fits `budget` bytes. Returns the file and a note for the log.
 
-    budget: what ARTIFACT_BYTES_MAX leaves beside the code. make_file: makes the file for a factor of all
-    steps. The straight line through the last two passes (at first through zero), expected against true bytes,
-    leads to the next factor, between those known to be too fine and too coarse. Once a file fits, the search
-    ends after ten passes, or when at most 0.05 % of ARTIFACT_BYTES_MAX is unused. Raises ArtifactError if
-    nothing fits.
+    budget: the bytes that the code leaves of ARTIFACT_BYTES_MAX. make_file: makes the file for a factor on
+    all steps. This is a secant search: a straight line through the last two passes (at first through zero)
+    predicts the estimated size at which the true size is right. It stays between the factors known to be too
+    fine and too coarse. Once a file fits, the search ends after ten passes, or when at most 0.05% of
+    ARTIFACT_BYTES_MAX is unused. Raises ArtifactError if nothing fits.
     """
     multipliers = MULTIPLIERS if config.rate_control else np.ones(1)
-    expected = expected_bytes(config, multipliers)  # falls from the finest to the coarsest
+    expected = expected_bytes(config, multipliers)  # decreasing, from the finest to the coarsest
     enough = budget - 5e-4 * config.artifact_bytes_max
     aim = (budget + enough) / 2
-    finest = 0  # the first factor that is not known to be too fine
-    coarsest = len(multipliers) - 1  # the last one that is not known to fit
+    finest = 0  # index of the first factor that is not known to be too fine
+    coarsest = len(multipliers) - 1  # index of the last one that is not known to fit
     best = b""
     note = ""
     passes = 0
-    wanted = aim  # in expected bytes
+    wanted = aim  # estimated size of the next file
     expected_before = 0.0
     true_before = 0
     while finest <= coarsest and (not best or (len(best) < enough and passes < 10)):
-        # A new factor, inside the open interval.
-        at = int(np.clip(np.searchsorted(-expected, -wanted), finest, coarsest))
+        # The finest factor whose estimate is not above `wanted`, among those that have not been decided.
+        at = int(np.clip(np.count_nonzero(expected > wanted), finest, coarsest))
         data = make_file(multipliers[at])
         passes += 1
-        # Sizes are noisy: two passes close to each other may suggest any slope, so it is bounded.
+        # Sizes are noisy, so two passes close to each other could give any slope: bound it.
         slope = (expected[at] - expected_before) / ((len(data) - true_before) or 1)
         wanted = expected[at] + (aim - len(data)) * np.clip(slope, 0.2, 2.0)
         expected_before = expected[at]
@@ -4779,11 +4791,11 @@ HEAD = struct.Struct("<8s3I")
 def write_artifact(
     model: GPT, config: Config, hessians: Hessians, tokenizer_sha256: str, budget: int
 ) -> tuple[bytes, str]:
-    """Quantize and code a model: a file of at most `budget` bytes, and a line about it for the log.
+    """Quantize and encode a model. Returns a file of at most `budget` bytes and a line for the log.
 
-    With RATE_CONTROL it fills them; without, bits and clips are as given. hessians: of `collect_hessians`;
-    none: all weights are rounded to nearest. tokenizer_sha256: scoring compares it with its tokenizer's.
-    Raises ArtifactError when nothing fits, or weights are not finite.
+    With RATE_CONTROL=1 it fills the budget; with 0, bits and clips are as configured. hessians: from
+    `collect_hessians`; without any, everything is rounded to nearest. tokenizer_sha256: scoring checks its
+    tokenizer against it. Raises ArtifactError if nothing fits, or if weights are not finite.
     """
     table = parameter_table(config)
     header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256,
@@ -4795,18 +4807,18 @@ def write_artifact(
         quantizer = Quantizer(name, weights, table[name], hessians, config)
         quantizers[name] = quantizer
         if quantizer.damping != config.gptq_damping:
-            damped += f" warning: {name} has no inverse Hessian below GPTQ_DAMPING={quantizer.damping:g}"
+            damped += f" warning: {name}: its Hessian was singular below GPTQ_DAMPING={quantizer.damping:g}"
 
     def make_file(multiplier: float) -> bytes:
-        # Codes and exponents of each parameter in turn, then the exponents of columns.
+        # Codes and row exponents of each parameter in turn, then all column exponents.
         arrays = []
-        of_columns = []
+        column_exponents = []
         for name, quantizer in quantizers.items():
             bank = quantizer.quantize(*step_and_levels(table[name], config, multiplier))
             arrays += [bank.codes, bank.exponents]
             if bank.column_exponents is not None:
-                of_columns.append(bank.column_exponents)
-        coded = encode(arrays + of_columns)
+                column_exponents.append(bank.column_exponents)
+        coded = encode(arrays + column_exponents)
         head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
         return head + packed_header + coded
 
@@ -4815,7 +4827,7 @@ def write_artifact(
 
 
 class About(NamedTuple):
-    """The facts about an artifact that do not lie in its model."""
+    """What there is to know about an artifact besides its model."""
 
     config: dict[str, str]  # the model's settings
     tokenizer_sha256: str
@@ -4826,19 +4838,19 @@ class About(NamedTuple):
 def load_artifact(path: Path, data: bytes | None = None, is_ours: bool = False) -> tuple[GPT, About]:
     """The model of an artifact, on the CPU. Nothing in the file is executed.
 
-    data: the bytes of the file, for a process that does not see it; None: they are read. is_ours: this run
-    has just made them. Else memory stays in proportion to their number, by `most_weights`. Raises
-    ArtifactError, and nothing else, whatever the bytes are.
+    data: contents of the file, for a rank that cannot see it; None reads `path`. is_ours: this run has just
+    made the file. A file from elsewhere can only ask for memory in proportion to its size, by
+    `max_parameters`. Raises ArtifactError, and nothing else, whatever the contents are.
     """
     try:
         if data is None:
             if path.exists() and not path.is_file():
-                raise ValueError("not an ordinary file, such as a directory or a pipe")
+                raise ValueError("expected a regular file, got a directory, pipe or device")
             data = path.read_bytes()
         header, banks = read_artifact(data, is_ours)
         model = GPT(ModelSettings.from_values(header["config"]), seed=None)
         for name, weights in model.named_parameters():
-            weights.data.copy_(restore_weights(banks[name], weights.shape))
+            weights.data.copy_(dequantize(banks[name], weights.shape))
             if not weights.isfinite().all():
                 raise ValueError(f"{name} is not finite")
         sha256 = hashlib.sha256(data).hexdigest()
@@ -4850,11 +4862,11 @@ def load_artifact(path: Path, data: bytes | None = None, is_ours: bool = False) 
 def read_artifact(
     data: bytes, is_ours: bool = False
 ) -> tuple[dict[str, Any], dict[str, QuantizedWeights]]:
-    """The header of a file and its parameters in integers. ValueError and others where the bytes are bad."""
+    """The header and the quantized parameters of a file. ValueError and other exceptions if it is bad."""
     if not data.startswith(MAGIC):
-        raise ValueError("no artifact, or made by version 0.5.4 or older: use the train_gpt.py of its run")
+        raise ValueError("not an artifact, or one of version 0.5.4 or older; use the train_gpt.py of its run")
     _, header_bytes, *checksums = HEAD.unpack_from(data)
-    # Nothing is interpreted before it is known to be whole.
+    # Check that the file is intact before interpreting anything.
     packed_header = data[HEAD.size : HEAD.size + header_bytes]
     coded = data[HEAD.size + header_bytes :]
     if checksums != [zlib.crc32(packed_header), zlib.crc32(coded)]:
@@ -4867,29 +4879,29 @@ def read_artifact(
         raise ValueError("tokenizer_sha256 is not a SHA-256")
     settings = ModelSettings.from_values(header["config"])
     if settings.as_env() != header["config"]:
-        raise ValueError("this script has other settings than the file; use the train_gpt.py of its run")
-    # A few bytes in a broken file could ask for any amount of memory.
-    weights = count_parameters(settings)
-    if weights > most_weights(len(coded)) and not is_ours:
-        raise ValueError(f"{weights} weights are more than {len(coded)} bytes can hold")
+        raise ValueError("this script has different settings; use the train_gpt.py of its run")
+    # A bad header could ask for any amount of memory.
+    parameters = count_parameters(settings)
+    if parameters > max_parameters(len(coded)) and not is_ours:
+        raise ValueError(f"{parameters} parameters are more than {len(coded)} bytes can hold")
     table = parameter_table(settings)
     shapes = []
-    of_columns = {}  # shapes of the exponents of columns, by parameter
+    column_shapes = {}  # of column exponents, by parameter
     for name, parameter in table.items():
         matrices, rows, columns = bank_shape(parameter.shape)
         shapes += [(rows, matrices * columns), (rows, matrices)]
         if header["column_steps"] and parameter.role:
-            of_columns[name] = (matrices, columns)
-    arrays = iter(decode(coded, [*shapes, *of_columns.values()]))
+            column_shapes[name] = (matrices, columns)
+    arrays = iter(decode(coded, [*shapes, *column_shapes.values()]))
     banks = {name: QuantizedWeights(next(arrays), next(arrays)) for name in table}
-    for name in of_columns:
+    for name in column_shapes:
         banks[name] = banks[name]._replace(column_exponents=next(arrays))
     return header, banks
 
 
-SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
+SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # each start has its own
 WHERE_A_RUN_WRITES = (*SETTINGS_OF_A_START, "RUNS_DIR")
-# A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
+# The wrapper of a shipped script unpacks its source. It is latin-1, which has a character for every byte.
 WRAPPER = """# coding: latin-1
 SHIPPED_SETTINGS={}
 import bz2,linecache
@@ -4898,16 +4910,16 @@ n=__file__+"~"
 linecache.cache[n]=len(s),None,s.splitlines(True),n
 exec(compile(s,n,"exec"))
 """
-# What the text of a wrapper cannot hold as it is, in the order of replacement. A digit after NUL would
-# belong to its escape. Three quotes, or one more at the end, would end the text.
+# What a wrapper's string literal cannot contain verbatim, in order of replacement. An octal digit after \0
+# would become part of the escape. Three quotes, or one at the very end, would end the literal.
 ESCAPES = {r"\\": r"\\\\", "\r": r"\\r", "\0(?=[0-7])": r"\\x00", "\0": r"\\0", r"'(?=''|\Z)": r"\\'"}
 
 
 
 def shipped_code(source: bytes) -> bytes:
-    """The script in the form that is shipped and counted: packed, without comments and docstrings.
+    """The script as it is shipped and counted: compressed, without comments and docstrings.
 
-    A script that is wrapped already stays as it is.
+    A script that is already wrapped is returned unchanged.
     """
     if source.startswith(WRAPPER.split("{")[0].encode()):
         return source
@@ -4915,8 +4927,8 @@ def shipped_code(source: bytes) -> bytes:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-    # The first = of a line needs no spaces; behind a quote it may be text. On a text of this length bzip2 is
-    # 3 % ahead of LZMA.
+    # The first = of a line needs no spaces around it; after a quote, it may be inside a string. At this size,
+    # the output of bzip2 is 3% smaller than that of LZMA.
     code = re.sub(r"(?m)^([^'\"\n]*?) = ", r"\1=", ast.unparse(tree))
     packed = bz2.compress(code.encode()).decode("latin-1")
     for pattern, escape in ESCAPES.items():
@@ -4925,14 +4937,14 @@ def shipped_code(source: bytes) -> bytes:
 
 
 def with_settings(shipped: bytes, config: Config) -> bytes:
-    """A shipped script with the settings of `config` as its defaults, whatever it had before.
+    """A shipped script with the settings of `config` as its defaults, replacing any it had before.
 
-    All seeds of a record ship one script: SEED, and what belongs to a single start, stay out.
+    SEED and whatever belongs to a single start are left out, so that all seeds of a record ship one script.
     """
     settings = config.overrides()
     for name in (*WHERE_A_RUN_WRITES, "SEED", "FOREIGN_NAMES"):
         settings.pop(name, None)
-    # A value may hold a backslash, which a replacement text would expand.
+    # A function, because backslashes in a replacement string would be expanded.
     return re.sub(rb"(?<=SHIPPED_SETTINGS=).*", lambda _: ascii(settings).encode(), shipped)
 
 

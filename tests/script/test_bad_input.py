@@ -221,7 +221,7 @@ NAME = "set another RUN_ID"
 
 CASES = [
     # settings
-    setting("too many for ARTIFACT_BYTES_MAX", "raise ARTIFACT_BYTES_MAX", ARTIFACT_BYTES_MAX=20_000),
+    setting("bytes too many", "raise ARTIFACT_BYTES_MAX", ARTIFACT_BYTES_MAX=20_000),
     case("RESUME and EVAL_ONLY", lambda desk: {"RESUME": desk.unfinished(), **desk.artifact()},
          "RESUME=|EVAL_ONLY=", "either RESUME or EVAL_ONLY"),
     case("--seed 3", argument("--seed", "3"), "'--seed', '3'", "SEED=42 python"),
