@@ -2076,7 +2076,7 @@ class Optimizer:
             bank.add_(update, alpha=-lr * factor)
 
     def _muon_update(self, gradient: Tensor, index: int, momentum: float) -> Tensor:
-        """The update of this rank's matrices (N, R, C): Nesterov momentum, MuonEq-R row norms, orthogonalize.
+        """This rank's update (N, R, C): Nesterov momentum, row normalization (MuonEq-R), orthogonalization.
 
         index: of the bank, in `banks` and in each entry of `states`. Overwrites `gradient`.
         """
@@ -2433,7 +2433,7 @@ def write_whole(path: Path, data: bytes) -> None:
     try:
         # If the run directory was deleted, make it again: the weights must not be lost.
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # of a killed run; of a symlink, not its target
+        temporary.unlink(missing_ok=True)  # left by a killed run; a symlink's target stays
         with open(temporary, "xb", opener=no_symlink) as file:
             file.write(data)
             file.flush()
