@@ -1896,11 +1896,11 @@ def ready_model(model: GPT, machine: Machine, ops: Ops) -> GPT:
 
 
 # ============================================================================================================
-# OPTIMIZER — Parallel Muon for the banks, AdamW for the rest, and the moving average of all weights.
+# OPTIMIZER — Parallel Muon for the banks, AdamW for the rest, and a moving average of all parameters.
 # ============================================================================================================
 
-# Amsel et al., arXiv 2505.16932, in the numbers of modded-nanogpt: for five iterations. They include a safety
-# factor of 0.02, so the matrices need not be divided by 1.02 before.
+# Polar Express (Amsel et al., arXiv 2505.16932): modded-nanogpt's coefficients for five iterations. A safety
+# factor of 0.02 is built in, so the matrices need not be divided by 1.02 first.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -1912,20 +1912,20 @@ FIXED_QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al., Muon
 
 
 def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool, dtype: torch.dtype) -> Tensor:
-    """Near-orthogonal factor of each matrix (N, R, C) by Newton-Schulz, in contiguous memory.
+    """Replace each matrix (N, R, C) by a nearly orthogonal one with Newton-Schulz; the result is contiguous.
 
-    steps: iterations. dtype: of their matrix products.
+    steps: number of iterations. dtype: of the matmuls.
     """
-    # The product of a matrix with its transpose is smallest for wide ones.
+    # Transpose tall matrices, because the Gram matrix R x R is smaller for wide ones.
     tall = update_NRC.size(1) > update_NRC.size(2)
     x = update_NRC.mT if tall else update_NRC
     x = x.to(dtype)
-    # The iteration converges for singular values up to one.
+    # The iteration converges only for singular values up to 1.
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for number in range(steps):
         # Every singular value s becomes a·s + b·s³ + c·s⁵.
         a, b, c = FIXED_QUINTIC
-        if polar_express:  # beyond five iterations it repeats the last one
+        if polar_express:  # more than five iterations repeat the last triple
             a, b, c = POLAR_EXPRESS[min(number, len(POLAR_EXPRESS) - 1)]
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -1934,21 +1934,21 @@ def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool, dtype: to
 
 
 def gradients_of(parameters: list[nn.Parameter]) -> list[Any]:
-    """The gradients after a backward pass: tensors, as every parameter takes part in the loss."""
+    """The gradients after a backward pass. None is missing, because the loss depends on every parameter."""
     return [parameter.grad for parameter in parameters]
 
 
 class Optimizer:
-    """One step over all parameters. All ranks call it together; any number gives the same step, to rounding.
+    """Updates all parameters. All ranks call its methods together; their number only changes rounding.
 
-    Each rank orthogonalises an equal part of every bank (Parallel Muon, PR #399). `average` is the
-    exponential moving average of all weights (PR #287); with EMA_DECAY=0 it is the weights themselves.
+    Each rank orthogonalizes an equal share of every bank (Parallel Muon, PR #399). `average` is the
+    exponential moving average of all parameters (PR #287); with EMA_DECAY=0 it is the parameters themselves.
     """
 
     def __init__(self, model: GPT, c: Config, machine: Machine) -> None:
         self.config = c
         self.machine = machine
-        # On a CPU nearly all the time goes into matrix products, which no compiler makes faster.
+        # On a CPU nearly all the time goes into matmuls, which torch.compile does not speed up.
         self.orthogonalize = machine.compile(orthogonalize) if machine.on_gpu else orthogonalize
         self.weights = [parameter.detach() for parameter in model.parameters()]
         self.average = [weight.clone() for weight in self.weights] if c.ema_decay else self.weights
@@ -1958,16 +1958,16 @@ class Optimizer:
         def group(kind: str) -> list[nn.Parameter]:
             return [weights for name, weights in model.named_parameters() if table[name].optimizer == kind]
 
-        # The largest bank first: its communication is the longest, and overlaps with the work on the others.
+        # Largest bank first: its communication takes longest, and overlaps with the work on the others.
         self.banks = sorted(group("muon"), key=Tensor.numel, reverse=True)
-        # The states of Muon: one tensor a bank, of the matrices that this rank updates. A new one needs an
-        # entry here and its use in `_muon_update`: a checkpoint holds all of them, for any number of ranks.
+        # Muon's state: in each entry one tensor per bank, for the matrices that this rank updates. To add a
+        # state, add an entry here and use it in `_muon_update`; checkpoints save every entry.
         self.states = {
             "momenta": [torch.zeros_like(self._part(bank)) for bank in self.banks],
         }
 
         self.small = group("embedding") + group("scalar") + group("head")
-        # An embedding that is not the head as well needs a much larger rate.
+        # An embedding that is not also the head needs a much larger learning rate.
         embed_lr = c.tied_embed_lr if c.tie_embeddings else c.embed_lr
         self.adam = torch.optim.AdamW([
             {"params": group("embedding"), "base_lr": embed_lr, "weight_decay": c.embed_wd},
@@ -1979,25 +1979,26 @@ class Optimizer:
     def step(
         self, lr_scale: float, momentum: float, step: int = 0, lap: Callable[[str], None] = lambda name: None
     ) -> Tensor:
-        """Update all weights from their gradients, which are used up, and the average of the weights.
+        """Update all parameters from their gradients, then the moving average. The gradients are consumed.
 
-        The gradients are the means of this rank. lr_scale: factor on every learning rate. momentum: of Muon.
-        step: how many came before. lap: called before and after the clipping, with the name of the part that
-        ends. Returns the global gradient norm before clipping, on the device.
+        Each rank's gradients must be those of its mean loss. lr_scale: factor on every learning rate.
+        momentum: Muon's. step: number of steps before this one. lap: called with the name of the part that
+        has just ended, before and after clipping. Returns the global gradient norm before clipping, on the
+        device.
         """
-        # Phase 1: the gradients of all ranks become their mean.
+        # Phase 1: average the gradients over the ranks.
         slices, small = self._reduce()
         lap("optimizer")
-        # Phase 2: bound the global norm.
+        # Phase 2: clip the global norm.
         norm = self._clip(slices, small)
         lap("grad_clip")
-        # Phase 3: AdamW on the tables of the vocabulary and the small tensors.
+        # Phase 3: AdamW on the embedding, the head and the small tensors.
         for group in self.adam.param_groups:
             group["lr"] = lr_scale * group["base_lr"]
         self.adam.step()
         # Phase 4: Muon on the banks.
         self._update_banks(slices, lr_scale * self.config.matrix_lr, momentum)
-        # Phase 5: the average follows the weights, faster at first: a short run forgets its start.
+        # Phase 5: update the average. Its decay is smaller at first, so that it forgets the initialization.
         if self.config.ema_decay:
             decay = min(self.config.ema_decay, (1 + step) / (10 + step))
             torch._foreach_lerp_(self.average, self.weights, 1.0 - decay)
@@ -2007,21 +2008,21 @@ class Optimizer:
         return norm
 
     def use_average(self) -> None:
-        """Replace the weights by their average; once a run."""
+        """Replace the parameters by their average; called once, after training."""
         torch._foreach_copy_(self.weights, self.average)
 
     def state(self) -> dict[str, Any]:
-        """A copy of weights and state, the same for any world size; all ranks call it together."""
+        """A copy of parameters and optimizer state that any number of ranks can load."""
         muon = {name: [whole for _, whole in self._gather(parts)] for name, parts in self.states.items()}
         return copy.deepcopy({
             "weights": self.weights, "average": self.average, "adam": self.adam.state_dict(), "muon": muon,
         })  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`, on any world size. ConfigError if it has other states of Muon."""
+        """Restore what `state` returned, on any number of ranks. ConfigError if Muon's state differs."""
         muon = state["muon"]
         if muon.keys() != self.states.keys():
-            raise ConfigError(f"RESUME: the checkpoint has {list(muon)}, expected "
+            raise ConfigError(f"RESUME: the checkpoint has the Muon states {list(muon)}, expected "
                               f"{list(self.states)}; resume with the train_gpt.py that wrote it")
         torch._foreach_copy_(self.weights, state["weights"])
         torch._foreach_copy_(self.average, state["average"])
@@ -2031,19 +2032,19 @@ class Optimizer:
         self.adam.load_state_dict(state["adam"])
 
     def _reduce(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients as means over the ranks: of the banks this rank's matrices, of the others all."""
+        """Gradients averaged over the ranks: this rank's matrices of each bank, and all small tensors."""
         whole = gradients_of(self.banks)
         small = gradients_of(self.small)
         if self.machine.world_size == 1:
             return whole, small
-        # Start all, then wait for all. Since torch 2.13 the former name warns.
+        # Start everything, then wait for it. torch 2.13 renamed this collective; the old name warns.
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         slices = [torch.empty_like(momenta) for momenta in self.states["momenta"]]
         handles = [
-            reduce_scatter(mine, self._fill(gradient), async_op=True)
+            reduce_scatter(mine, self._pad(gradient), async_op=True)
             for mine, gradient in zip(slices, whole, strict=True)
         ]
-        # Many small tensors travel as one.
+        # One all-reduce for the many small tensors.
         flat = nn.utils.parameters_to_vector(small)
         handles.append(dist.all_reduce(flat, async_op=True))
         for handle in handles:
@@ -2053,10 +2054,10 @@ class Optimizer:
         return slices, small
 
     def _clip(self, slices: list[Tensor], small: list[Tensor]) -> Tensor:
-        """Scale the gradients to a global norm of at most GRAD_CLIP_NORM; returns the norm before."""
+        """Clip the gradients to a global norm of GRAD_CLIP_NORM, in place; returns the norm before that."""
         squared = nn.utils.get_total_norm(slices).square()
-        self.machine.add_up(squared)  # every rank has other matrices of the banks
-        # The small ones are whole on every rank: they count once.
+        self.machine.add_up(squared)  # each rank holds different matrices of the banks
+        # Every rank holds all small gradients, so they are not summed over the ranks.
         norm = (squared + nn.utils.get_total_norm(small).square()).sqrt()
         if self.config.grad_clip_norm:
             factor = (self.config.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -2064,74 +2065,84 @@ class Optimizer:
         return norm
 
     def _update_banks(self, gradients: list[Tensor], lr: float, momentum: float) -> None:
-        """Muon (Jordan et al.): a step along the orthogonal factor, with decoupled weight decay."""
-        # A generator: while the updates of one bank travel, those of the next are computed.
+        """Muon (Jordan et al.) with decoupled weight decay."""
+        # A generator, so that the next bank's updates are computed while this one's are being gathered.
         updates = (
-            self._muon_update(gradient, number, momentum) for number, gradient in enumerate(gradients)
+            self._muon_update(gradient, index, momentum) for index, gradient in enumerate(gradients)
         )
         for bank, update in self._gather(updates):
-            factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # tall matrices: larger steps
+            factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # larger updates for tall matrices
             bank.mul_(1.0 - lr * self.config.muon_wd)
             bank.add_(update, alpha=-lr * factor)
 
-    def _muon_update(self, gradient: Tensor, number: int, momentum: float) -> Tensor:
-        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation of (N, R, C).
+    def _muon_update(self, gradient: Tensor, index: int, momentum: float) -> Tensor:
+        """This rank's update (N, R, C): Nesterov momentum, row normalization (MuonEq-R), orthogonalization.
 
-        number: of the bank, in `banks` and in each of `states`.
+        index: of the bank, in `banks` and in each entry of `states`. Overwrites `gradient`.
         """
         c = self.config
-        buffer = self.states["momenta"][number].mul_(momentum).add_(gradient)
-        # Nesterov: as if the momentum of the next step were already in.
+        buffer = self.states["momenta"][index].mul_(momentum).add_(gradient)
+        # Nesterov: look one momentum step ahead.
         update = gradient.add_(buffer, alpha=momentum)
         if c.muon_row_normalize:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
-        # Newton-Schulz needs little precision: the dtype of the activations.
+        # Newton-Schulz tolerates low precision, so it runs in the dtype of the activations.
         return self.orthogonalize(update, c.muon_backend_steps, c.muon_polar_express, self.machine.dtype)
 
-    def _fill(self, bank: Tensor) -> Tensor:
-        """The bank with zero matrices at its end, so that all ranks hold equally many."""
+    def _pad(self, bank: Tensor) -> Tensor:
+        """The bank, padded with zero matrices so that it splits evenly over the ranks."""
         return F.pad(bank, (0, 0, 0, 0, 0, -len(bank) % self.machine.world_size))
 
     def _part(self, bank: Tensor) -> Tensor:
         """The matrices of the bank that this rank updates."""
-        return self._fill(bank).chunk(self.machine.world_size)[self.machine.rank]
+        return self._pad(bank).chunk(self.machine.world_size)[self.machine.rank]
 
     def _gather(self, slices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each bank with its slices of all ranks as one tensor; they travel while the next are made."""
+        """Yield each bank with the slices of all ranks as one tensor.
+
+        `slices` may be a generator: each gather overlaps with computing the next slices.
+        """
         if self.machine.world_size == 1:
             yield from zip(self.banks, slices, strict=True)
             return
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        sent = []
+        started = []
         for mine in slices:
             whole = mine.new_empty(len(mine) * self.machine.world_size, *mine.shape[1:])
-            sent.append((whole, all_gather(whole, mine, async_op=True)))
-        for bank, (whole, handle) in zip(self.banks, sent, strict=True):
+            started.append((whole, all_gather(whole, mine, async_op=True)))
+        for bank, (whole, handle) in zip(self.banks, started, strict=True):
             handle.wait()
             yield bank, whole[: len(bank)]
 
 
 # ============================================================================================================
-# SCHEDULE — pure functions of clock and steps; progress goes from 0 to 1, and is the same on all ranks.
+# SCHEDULE — pure functions of elapsed time and step; progress goes from 0 to 1, the same on all ranks.
 # ============================================================================================================
 
 
 def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
-    """Share of the run that is over: of the steps, or of the clock without its reserve if that is more."""
-    of_steps = step / c.iterations if c.iterations else 1.0
+    """Fraction of the run that is over: of ITERATIONS or of the time limit, whichever is further along.
+
+    GPTQ_RESERVE_SECONDS of the time limit are kept for calibration.
+    """
+    step_progress = step / c.iterations if c.iterations else 1.0
     if c.max_wallclock_seconds == 0:
-        return of_steps
+        return step_progress
     reserve = c.gptq_reserve_seconds if c.gptq else 0.0
-    return max(of_steps, elapsed_seconds / (c.max_wallclock_seconds - reserve))
+    return max(step_progress, elapsed_seconds / (c.max_wallclock_seconds - reserve))
 
 
 def learning_rate_scale(progress: float, step: int, c: TrainingSettings) -> float:
-    """1, then linear down to MIN_LR over the warm-down: WARMDOWN_FRAC of the run, or WARMDOWN_ITERS steps."""
+    """Factor on every learning rate: 1, then linear down to MIN_LR over the warmdown.
+
+    The warmdown is the last WARMDOWN_FRAC of the run, or, unless it is -1, the last WARMDOWN_ITERS steps.
+    """
     warmdown = c.warmdown_frac
     if c.warmdown_iters >= 0:
-        # Their share of the run, by the mean time of the steps so far.
+        # The fraction of the run that these steps will take, at the average pace so far.
         warmdown = c.warmdown_iters * progress / max(step, 1)
         if progress == 0 and c.max_wallclock_seconds == 0:
+            # Before the first step there is no pace yet, but without a time limit only steps count.
             warmdown = c.warmdown_iters / max(c.iterations, 1)
     if warmdown == 0:
         return 1.0
@@ -2139,33 +2150,33 @@ def learning_rate_scale(progress: float, step: int, c: TrainingSettings) -> floa
 
 
 def muon_momentum(progress: float, step: int, c: TrainingSettings) -> float:
-    """Momentum of Muon, linear from its first to its final value: over a share of the run, or over steps."""
-    now = progress
-    end = c.muon_momentum_warmup_frac
+    """Muon's momentum, with a linear warmup over a fraction of the run or over a number of steps."""
+    elapsed = progress
+    duration = c.muon_momentum_warmup_frac
     if c.muon_momentum_warmup_steps >= 0:
-        now = step
-        end = c.muon_momentum_warmup_steps
-    rise = min(1.0, now / end) if end else 1.0
-    return c.muon_momentum_warmup_start + rise * (c.muon_momentum - c.muon_momentum_warmup_start)
+        elapsed = step
+        duration = c.muon_momentum_warmup_steps
+    warmup = min(1.0, elapsed / duration) if duration else 1.0
+    return c.muon_momentum_warmup_start + warmup * (c.muon_momentum - c.muon_momentum_warmup_start)
 
 
 def loop_is_on(progress: float, c: ModelSettings) -> bool:
-    """Whether the looped layers run their extra passes (PR #1493: from 35 % of the run)."""
-    # From 1 on means never.
+    """Whether the looped layers run their extra passes (PR #1493: after 35% of the run)."""
+    # ENABLE_LOOPING_AT=1 means never.
     return c.num_loops > 0 and c.enable_looping_at < 1 and progress >= c.enable_looping_at
 
 
 # ============================================================================================================
-# ENVIRONMENT — variables and files of KEY=VALUE lines become a Config; nothing set is silently ignored.
+# ENVIRONMENT — variables and KEY=VALUE files become a Config; no setting is silently ignored.
 # ============================================================================================================
 
 
 def find_path(path: str) -> Path:
-    """Look for `path` in the working directory, then in the script's folder and those above it.
+    """Look for `path` in the working directory, then in this script's folder and its parents.
 
-    Returns the path unchanged if it is nowhere.
+    If it is in none of them, returns `path` itself, with ~ expanded.
     """
-    # Unlike Path.exists, os.path.exists returns False for names that cannot exist.
+    # os.path.exists returns False for an impossible name, such as one that is too long; Path.exists raises.
     given = Path(os.path.expanduser(path))
     for folder in (Path(), *Path(__file__).resolve().parents):
         if os.path.exists(folder / given):
@@ -2174,20 +2185,20 @@ def find_path(path: str) -> Path:
 
 
 def similar_setting(name: str) -> str:
-    """The setting whose name is most like `name`; empty if none is close."""
-    # Of a short name one letter is a larger share.
+    """The setting with the name most similar to `name`; empty if none is close."""
+    # One wrong letter lowers the ratio more in a short name.
     cutoff = 0.75 if len(name) < 5 else 0.83
     return "".join(difflib.get_close_matches(name, Config().as_env(), 1, cutoff))
 
 
 def read_config_file(path: str) -> dict[str, str]:
-    """The KEY=VALUE lines of a file. # begins a comment. ConfigError for a name that is no setting."""
+    """The KEY=VALUE lines of a file, where # starts a comment. ConfigError for an unknown setting."""
     known = Config().as_env()
     values = {}
     try:
         lines = find_path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
+        raise ConfigError(f"CONFIG={path}: {error}; set it to a file of KEY=VALUE lines") from error
     for number, line in enumerate(lines, 1):
         # A # inside a value is part of it, as in a path.
         pair = re.split(r"(?:^|\s)#", line)[0].strip()
@@ -2196,17 +2207,18 @@ def read_config_file(path: str) -> dict[str, str]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if name not in known or not equals:
             raise ConfigError(
-                f"CONFIG={path} line {number}: {pair!r} is not KEY=VALUE of a setting; did you mean "
-                f"{similar_setting(name) or 'one that --help lists'}? A run's config.env needs the "
-                "train_gpt.py of that run")
+                f"CONFIG={path} line {number}: got {pair!r}, expected KEY=VALUE with a known setting; did "
+                f"you mean {similar_setting(name) or 'one of those in --help'}? A run's config.env works "
+                "with the train_gpt.py of that run")
         values[name] = value
     return values
 
 
 def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """All variables of `environ`, over the settings in the file that it names as CONFIG. ConfigError.
+    """All variables of `environ`, on top of the settings in the file that CONFIG names.
 
-    Without CONFIG, a shipped script has the settings of its run, which its wrapper holds; CONFIG=none: none.
+    Without CONFIG, a shipped script starts from the settings in its wrapper, which are those of its run;
+    CONFIG=none ignores these. Raises ConfigError.
     """
     settings = globals().get("SHIPPED_SETTINGS", {})
     path = environ.get("CONFIG")
@@ -2216,22 +2228,22 @@ def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def lay_over(*layers: Mapping[str, str]) -> dict[str, str]:
-    """Variables, of which those in later layers count.
+    """Merge layers of variables; a later layer wins.
 
-    A setting that names something (a path, a choice, a list) counts as not given where its text is empty:
-    Compose and CI files hand on `RUNS_DIR=${RUNS_DIR:-}` that way.
+    For a text setting (a path, a choice, a list) an empty value counts as unset, because Compose and CI files
+    pass variables on as `RUNS_DIR=${RUNS_DIR:-}`.
     """
-    names_something = {spec.name.upper() for spec in fields(Config) if isinstance(spec.default, str)}
+    text_settings = {spec.name.upper() for spec in fields(Config) if isinstance(spec.default, str)}
     values = {}
     for layer in layers:
         for name, text in layer.items():
-            if text.strip() or name not in names_something:
+            if text.strip() or name not in text_settings:
                 values[name] = text
     return values
 
 
 def fits_setting(name: str, text: str) -> bool:
-    """Whether the setting of this name could have this value."""
+    """Whether `text` is a valid value of the setting `name`."""
     (spec,) = (spec for spec in fields(Config) if spec.name.upper() == name)
     try:
         parse_value(name, text, spec)
@@ -2240,55 +2252,56 @@ def fits_setting(name: str, text: str) -> bool:
     return True
 
 
-# Switches of the scripts that this one reproduces, which are not settings here: the values that ask for what
-# happens anyway ("*": all values), and what does happen. Other values would train or score something else.
+# Switches of the scripts that this one reproduces, which are not settings here: the value that asks for what
+# happens anyway ("*": any value), and what does happen. Any other value would train or score something else,
+# so it is an error.
 ANCESTOR_SWITCHES: dict[str, tuple[str, str]] = {
-    "CASEOPS_ENABLED": ("1", "DATA_PATH and TOKENIZER_PATH choose the data; for plain text use "
+    "CASEOPS_ENABLED": ("1", "DATA_PATH and TOKENIZER_PATH select the data; for plain text, use "
                         "CONFIG=configs/sp8192.env"),
-    "EMA_ENABLED": ("1", "EMA_DECAY=0 turns the average of the weights off"),
-    "SWA_ENABLED": ("*", "no effect, as in PR #549, which never used that average"),
+    "EMA_ENABLED": ("1", "EMA_DECAY=0 turns off the average of the parameters"),
+    "SWA_ENABLED": ("*", "no effect, as in PR #549, which never used its average"),
     "LATE_QAT": ("*", "no effect, as in PR #549, where it reached no matrix"),
-    "MTP_NUM_HEADS": ("0", "there are no extra heads; those of PR #549 were in no optimizer"),
-    "LAWA_ENABLED": ("0", "there is no average of snapshots; EMA_DECAY averages the weights"),
+    "MTP_NUM_HEADS": ("0", "there are no extra heads; PR #549's were never optimized"),
+    "LAWA_ENABLED": ("0", "there is no average of snapshots; EMA_DECAY averages the parameters"),
     "DTG_ENABLED": ("0", "there is no gate around a whole block"),
-    "ETLB_ENABLED": ("0", "evaluation trains no bias of the logits"),
+    "ETLB_ENABLED": ("0", "evaluation does not train a logit bias"),
     "SLIDING_WINDOW_ENABLED": ("1", "EVAL_STRIDE sets the sliding window; 0 turns it off"),
     "LQER_ENABLED": ("0", "there is no low-rank correction of rounding errors"),
-    "AWQ_LITE_ENABLED": ("0", "all columns of a matrix have the same bits"),
-    "NGRAM_TILT_ENABLED": ("0", "evaluation mixes in no n-grams"),
-    "PHASED_TTT_ENABLED": ("0", "adapters of each document learn, and nothing between documents"),
-    "TTT_WARM_START_A": ("0", "the adapters of every document start from the same numbers"),
-    "GATED_ATTN_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only gate of attention"),
-    "ATTN_OUT_GATE_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only gate of attention"),
+    "AWQ_LITE_ENABLED": ("0", "all columns of a matrix have the same number of bits"),
+    "NGRAM_TILT_ENABLED": ("0", "evaluation does not mix in n-grams"),
+    "PHASED_TTT_ENABLED": ("0", "each document has its own adapters; nothing else learns in evaluation"),
+    "TTT_WARM_START_A": ("0", "the adapters of every document start from the same values"),
+    "GATED_ATTN_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only attention gate"),
+    "ATTN_OUT_GATE_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only attention gate"),
     "FUSED_CE_ENABLED": ("*", "no effect on results: torch.compile fuses the loss"),
-    "COMPRESSOR": ("*", "no effect: the built-in range coder writes the codes"),
+    "COMPRESSOR": ("*", "no effect: the built-in rANS coder is always used"),
 }  # fmt: skip
 
 
 def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") -> list[str]:
-    """Lines for the log about variables that are not settings. ConfigError if one would change the result.
+    """Log lines about variables that are not settings. ConfigError if one would have changed the result.
 
-    A name that resembles a setting is taken for a misspelled one, and ends the run if that setting could have
-    its value. If it could not, or the name has fewer than six letters, it may be anybody's: a warning.
-    foreign_names: FOREIGN_NAMES, which the user says belong to other programs.
+    A name close to that of a setting is taken for a typo. It is an error if its value is valid for that
+    setting. Otherwise, and if the name has fewer than six letters, it probably belongs to another program,
+    and is only a warning. foreign_names: FOREIGN_NAMES, which the user says belong to other programs.
     """
     known = Config().as_env()
     foreign = set(re.findall(r"\w+", foreign_names))
     lines = []
-    refused = []
+    rejected = []
     for name in sorted(foreign & known.keys()):
-        lines.append(f"warning: FOREIGN_NAMES: {name} is a setting of this script, and counts")
+        lines.append(f"warning: FOREIGN_NAMES: {name} is a setting of this script and takes effect")
     for name, value in sorted(environ.items()):
         if name in known or name in foreign:
             continue
-        # What a variable holds may be anything, and a line of the log must stay one.
+        # The value may be anything, but must not break the log line.
         value = value if value.isprintable() and len(value) <= 200 else ascii(value)[:200]
         if name in ANCESTOR_SWITCHES:
-            accepted, answer = ANCESTOR_SWITCHES[name]
+            accepted, meaning = ANCESTOR_SWITCHES[name]
             if value in ("", accepted) or accepted == "*":
-                lines.append(f"note: {name}={value}: {answer}")
+                lines.append(f"note: {name}={value}: {meaning}")
             else:
-                refused.append(f"{name}={value}: not a setting of this script: {answer}")
+                rejected.append(f"{name}={value}: not supported by this script: {meaning}")
             continue
         near = similar_setting(name)
         if not near:
@@ -2299,75 +2312,78 @@ def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") ->
         elif len(name) < 6 or not fits_setting(near, value):
             lines.append(f"warning: {line}")
         else:
-            refused.append(line)
-    if refused:
-        raise ConfigError(f"{' | '.join(refused)} | unset a name that belongs to another program, or list it "
-                          "in FOREIGN_NAMES, as FOREIGN_NAMES=NAME,NAME")
+            rejected.append(line)
+    if rejected:
+        raise ConfigError(f"{' | '.join(rejected)} | correct or unset it; if it belongs to another program, "
+                          "list it in FOREIGN_NAMES=NAME,NAME")
     return lines
 
 
 # ============================================================================================================
-# RUN — device and ranks, run directory, log and clock: the same on a laptop and on many nodes.
+# RUN — device, ranks, run directory, log and phases: the same on a laptop and on many nodes.
 # ============================================================================================================
 
 NVIDIA_DRIVER = "/dev/nvidiactl"  # exists on Linux while the driver is loaded
-PEER_TIMEOUT_SECONDS = 900  # that a rank waits for another one before it ends
+PEER_TIMEOUT_SECONDS = 900  # how long a rank waits for another one before it gives up
 CHECKPOINT = "checkpoint.pt"
 ARTIFACT = "model.bin"
-# Whoever sends one of these wants the process to end: a user, a lost terminal, torchrun, or a scheduler that
-# warns before its time limit (Slurm's --signal=USR1@120, submitit's USR2, a limit of CPU seconds).
+# Each of these asks the process to end. They come from a user, a lost terminal, torchrun, or a scheduler that
+# warns before its time limit (Slurm's --signal=USR1@120, submitit's USR2, a CPU time limit).
 ENDING_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-ONE_REQUEST_SECONDS = 2.0  # in which several signals are one request to end
+ONE_REQUEST_SECONDS = 2.0  # several signals within this time are one request to end
 
 
 def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
-    """The machine that the settings and torchrun's variables describe; joins the other ranks. ConfigError."""
+    """The machine that the settings and torchrun's variables describe. Waits for all ranks to connect.
+
+    Raises ConfigError if torchrun's variables are wrong, or if torch cannot use the GPU.
+    """
     try:
         rank = int(environ.get("RANK") or 0)
         world_size = int(environ.get("WORLD_SIZE") or 1)
         local_rank = int(environ.get("LOCAL_RANK") or 0)
     except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK: {error}; unset them: torchrun sets them") from error
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK: {error}; unset them, torchrun sets them") from error
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
 
-    # An unusable GPU is an error, never a slower run. To run on a CPU, hide the GPUs. torch may count GPUs
-    # that it cannot use.
+    # A GPU that torch cannot use is an error: a user who has a GPU does not want to train on the CPU. The
+    # device count alone does not decide, because torch may count GPUs that it cannot use.
     hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     found = torch.cuda.device_count() > 0 or (os.path.exists(NVIDIA_DRIVER) and not hidden)
     on_gpu = config.device == "cuda" or (config.device == "auto" and found)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if on_gpu and local_rank >= gpus:
         raise ConfigError(f"DEVICE={config.device}: torch {torch.__version__} for CUDA {torch.version.cuda} "
-                          f"can use {gpus} GPUs, expected one for local rank {local_rank}, counted from 0; "
-                          "mend driver, container or torch, start fewer processes, or set DEVICE=cpu")
+                          f"can use {gpus} GPUs, expected one for local rank {local_rank} (counted from 0); "
+                          "fix the driver, container or torch, start fewer processes, or set DEVICE=cpu")
     device = torch.device("cuda", local_rank) if on_gpu else CPU
     if on_gpu:
         torch.cuda.set_device(device)
         has_bfloat16_units = torch.cuda.get_device_capability()[0] >= 8
     else:
-        # By the processor's flags alone, never by a timing: two sides of a comparison must not differ.
+        # Decided by CPU flags, never by timing: two runs to be compared must use the same dtype.
         has_bfloat16_units = torch.cpu._is_avx512_bf16_supported()
 
-    # Processors without units for bfloat16 compute in it, but slower than in fp32.
+    # Without hardware support, bfloat16 works but is slower than fp32.
     dtype = torch.bfloat16 if has_bfloat16_units else torch.float32
     if config.compute_dtype != "auto":
         dtype = getattr(torch, config.compute_dtype)
-    # "high" is TF32 on GPUs that have it; on CPUs products stay exact.
+    # "high" uses TF32 on GPUs that have it; on a CPU, matmuls stay in full fp32.
     torch.set_float32_matmul_precision("high" if on_gpu else "highest")
     compiled = config.compile == "1" or (config.compile == "auto" and on_gpu)
     machine = Machine(rank, world_size, device, dtype, compiled)
-    # A rank that waits for others says so every ten seconds.
+    # While a rank waits for the others to connect, it reports so every ten seconds.
     connected = threading.Event()
 
-    def say_that_it_waits() -> None:
+    def report_waiting() -> None:
         while not connected.wait(10):
-            print_line(f"rank {rank}: waits for all {world_size} ranks to connect to MASTER_ADDR="
-                       f"{environ.get('MASTER_ADDR')}, for {PEER_TIMEOUT_SECONDS}s at most", sys.stderr)
+            print_line(f"rank {rank}: waiting for all {world_size} ranks to connect to MASTER_ADDR="
+                       f"{environ.get('MASTER_ADDR')}, at most {PEER_TIMEOUT_SECONDS}s", sys.stderr)
 
     if world_size > 1:
-        threading.Thread(target=say_that_it_waits, daemon=True).start()
-        # Host tensors use gloo also on GPUs: ranks agree on the clock without waiting for a device.
+        threading.Thread(target=report_waiting, daemon=True).start()
+        # Host tensors use gloo even on GPUs, so that ranks agree on the time without waiting for a device.
         backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         try:
             dist.init_process_group(
@@ -2375,59 +2391,59 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
                 device_id=device if on_gpu else None)  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"WORLD_SIZE={world_size}: {error}; use torchrun") from error
-    # All ranks connect here. A rank that left while others still connect would hide its error behind theirs.
+    # All ranks connect here. If one left before, its error would be hidden by the others' connection errors.
     machine.gather(None)
     connected.set()
     return machine
 
 
 def print_line(line: str, stream: Any = None) -> None:
-    """Print a line, to the console if no stream is given; never raise: a closed one must not end the run.
+    """Print a line to `stream` (default: stdout). Never raises: a closed console must not end the run.
 
-    Characters that the stream cannot encode are printed as backslash escapes.
+    Characters that the stream cannot encode become backslash escapes.
     """
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    # RuntimeError: a signal arrived while another line was being printed. AttributeError: no console.
+    # RuntimeError: a signal handler prints during another print. AttributeError: there is no console.
     with contextlib.suppress(OSError, RuntimeError, ValueError, AttributeError):
         print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
-def follow_no_link(path: str, flags: int) -> int:
-    """An opener for `open`: OSError if the file is a link. A run directory may come from somebody else."""
+def no_symlink(path: str, flags: int) -> int:
+    """An opener for `open` that raises OSError for a symlink: a run directory may come from someone else."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # Windows has no such flag
 
 
-def to_disk(descriptor: int) -> None:
-    """Wait until the disk has a file or folder, so that a crash of the machine cannot take it back."""
+def flush_to_disk(descriptor: int) -> None:
+    """Flush a file or folder to disk, so that it survives a crash of the machine."""
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and user-space file systems do not offer it. A full disk, though, may show only here.
+        # Some network and user-space file systems do not support fsync. But a full disk may only show here.
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace the file at `path` in one moment, or leave it as it was, even if the machine crashes.
+    """Replace the file at `path` atomically, or leave it unchanged, even if the machine crashes.
 
     Raises ConfigError if it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        # Somebody may have removed the run directory: weights are not lost with it.
+        # If the run directory was deleted, make it again: the weights must not be lost.
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # of a run that was killed; a link goes, not what it leads to
-        with open(temporary, "xb", opener=follow_no_link) as file:
+        temporary.unlink(missing_ok=True)  # left by a killed run; a symlink's target stays
+        with open(temporary, "xb", opener=no_symlink) as file:
             file.write(data)
             file.flush()
-            to_disk(file.fileno())
+            flush_to_disk(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise ConfigError(f"{path} cannot be written ({error}); make room or set another RUNS_DIR") from error
-    # The new name, too. Windows cannot open a folder; there, and where it fails, the file itself is safe.
+        raise ConfigError(f"{path} cannot be written ({error}); free disk space or set RUNS_DIR") from error
+    # Flush the new name as well. Windows cannot open a folder; if this fails, the file itself is still safe.
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -2438,15 +2454,15 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @dataclass
 class Run:
-    """What one process of a run writes: its log and its events, and where its seconds went."""
+    """What one process of a run writes: its log, its events, and the seconds of each phase."""
 
     machine: Machine
-    directory: Path | None = None  # None: nothing is written
-    phases: dict[str, float] = field(default_factory=dict)  # seconds
-    phase_name: str = "setup"
-    training: bool = False  # while it is true, a signal asks for a checkpoint first
-    stop_signal: int = 0  # the signal that asked
-    asked_at: float = 0.0  # when it came, in seconds of time.perf_counter
+    directory: Path | None = None  # None: write nothing
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of each
+    phase_name: str = "preflight"
+    training: bool = False  # while True, a signal asks for a checkpoint before the process ends
+    stop_signal: int = 0  # the signal that asked for it
+    asked_at: float = 0.0  # when that was, by time.perf_counter
 
     def path(self, name: str) -> Path:
         """The path of a file in the run directory."""
@@ -2454,31 +2470,31 @@ class Run:
         return self.directory / name
 
     def log(self, line: str) -> None:
-        """A line to log.txt and the console; rank 0 only."""
-        # One log for all ranks: another rank reports a problem by raising.
+        """Write a line to log.txt and the console; rank 0 only."""
+        # Only rank 0 logs. Other ranks report a problem by raising.
         if self.machine.rank != 0:
             return
         print_line(line)
         self.append("log.txt", line)
 
     def record(self, event: str, **values: Any) -> None:
-        """An event to metrics.jsonl; rank 0 only."""
+        """Write an event to metrics.jsonl; rank 0 only."""
         if self.machine.rank == 0:
             self.append("metrics.jsonl", json.dumps({"event": event, **values}))
 
     def append(self, name: str, line: str) -> None:
-        """Append a line to a file of the run, if it has files; never raise: a lost line must not end it."""
+        """Append a line to a file of the run. Never raises, because a lost log line must not end the run."""
         if self.directory is not None:
             with (
                 contextlib.suppress(OSError),
-                open(self.path(name), "a", encoding="utf-8", opener=follow_no_link) as file,
+                open(self.path(name), "a", encoding="utf-8", opener=no_symlink) as file,
             ):
                 print_line(line, file)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of a block, device work included, to `phases[name]`."""
-        # Work of the phase before must not be counted here.
+        """Add the seconds of a `with` block, including its device work, to `phases[name]`, and log them."""
+        # Unfinished device work of the previous phase must not be counted here.
         self.machine.wait()
         self.phase_name = name
         start = time.perf_counter()
@@ -2489,11 +2505,11 @@ class Run:
         self.log(f"phase:{name} {seconds:.2f}s")
 
     def on_signal(self, number: int, _frame: Any = None) -> None:
-        """The first signal in training asks for a checkpoint; before and after training it ends the process.
+        """During training the first signal asks for a checkpoint; before and after, it ends the process.
 
-        Later ones are the same request, as schedulers repeat themselves and torchrun passes on what it got.
-        Who presses Ctrl-C or Ctrl-\\ again wants the end at once; what comes within seconds does not count,
-        as a terminal signals torchrun and its ranks.
+        Later signals are taken for the same request, because schedulers repeat themselves and torchrun passes
+        signals on. But Ctrl-C or Ctrl-\\ pressed again ends the process at once, unless it comes within
+        ONE_REQUEST_SECONDS, because a terminal signals both torchrun and its ranks.
         """
         again = number in (signal.SIGINT, getattr(signal, "SIGQUIT", None))
         if self.stop_signal and (not again or time.perf_counter() - self.asked_at < ONE_REQUEST_SECONDS):
@@ -2502,54 +2518,54 @@ class Run:
             print_line(f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}; "
                        f"{self.ways_on()}", sys.stderr)
             os._exit(128 + number)
-        self.stop_signal = number  # `train` sees it, saves, and ends
+        self.stop_signal = number  # `train` sees it, saves a checkpoint and stops
         self.asked_at = time.perf_counter()
-        print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
-                   f"checkpoint if no rank is gone; Ctrl-C after {ONE_REQUEST_SECONDS:g}s ends it at once",
+        print_line(f"rank {self.machine.rank}: got signal {number}, stopping after the current step, with a "
+                   f"checkpoint if all ranks are alive; Ctrl-C after {ONE_REQUEST_SECONDS:g}s stops at once",
                    sys.stderr)
 
     def ways_on(self) -> str:
-        """How to continue after the run has ended early: only files that exist are named."""
+        """How to continue a run that has ended early. Names only files that exist."""
         folder = shlex.quote(f"{self.directory}")
         ways = {CHECKPOINT: f"RESUME={folder}", ARTIFACT: f"EVAL_ONLY={folder}/{ARTIFACT}"}
         found = [way for name, way in ways.items() if self.directory and self.path(name).exists()]
-        return f"continue with {' or '.join(found)}" if found else "nothing is saved to continue with"
+        return f"continue with {' or '.join(found)}" if found else "no checkpoint or artifact was saved"
 
 
 # ============================================================================================================
-# TIMING — where the milliseconds of a step go, as lines and as a trace; steps that are not shown pay nothing.
+# TIMING — where the milliseconds of a step go, in the log and as a trace; unreported steps pay nothing.
 # ============================================================================================================
 
-FIRST_STEPS = 10  # of a run: each has its lines, whatever the period
-# The rows of a trace: what the host does, by thread; what the GPU does, by stream.
+FIRST_STEPS = 10  # each of the first steps is logged, whatever the period
+# The rows of a trace: host work by thread, GPU work by stream.
 LANES = ("main", "disk", "stage", "copy", "compute_stream")
 
 
 class CopyMarks(NamedTuple):
-    """The beginning and the end of the copy of a batch, in the stream that copies it."""
+    """Events before and after a batch's copy to the GPU, in the stream that copies it."""
 
     begin: torch.cuda.Event
     end: torch.cuda.Event
 
 
 class Lap(NamedTuple):
-    """The end of a part of a step."""
+    """The end of one part of a step."""
 
     name: str  # begin, batch, forward, backward, grad_clip or optimizer
     host_seconds: float
-    event: Any  # the same moment on the GPU, a torch.cuda.Event; None without one
-    copy: CopyMarks | None  # of a batch: its way to the GPU
+    event: Any  # the same point in the GPU's work, a torch.cuda.Event; None without a GPU
+    copy: CopyMarks | None  # of a batch that was copied to the GPU
 
 
 @dataclass
 class Trace:
-    """TRACE_STEPS of one rank as a file for ui.perfetto.dev, in Chrome's trace format; any thread adds to it.
+    """A trace of one rank's TRACE_STEPS in Chrome's format, for ui.perfetto.dev. Any thread may add spans.
 
-    Times are seconds of `time.perf_counter`, one clock for all ranks of a machine; microseconds in the file.
-    A span that reaches beyond these steps is cut at their first and their last moment. The file is written
-    when the last step ends: a run that is killed earlier has none. Without TRACE_STEPS nothing is measured.
-    With PROFILE_STEPS, torch.profiler records the same steps for a file of its own: operators, and on a GPU
-    kernels, copies and NCCL. That makes these steps slower.
+    Times are seconds of `time.perf_counter`, which the ranks of a machine share; microseconds in the file. A
+    span that extends beyond the traced steps is clipped to them. The file is written when the last step ends,
+    so a run that is killed earlier has none. Without TRACE_STEPS nothing is measured. With PROFILE_STEPS,
+    torch.profiler records the same steps into a file of its own: operators, and on a GPU kernels, copies and
+    NCCL. That makes these steps slower.
     """
 
     steps: range = field(default=range(0))
@@ -2558,12 +2574,12 @@ class Trace:
     log: Callable[[str], None] = print
     profiler: Any = None  # a torch.profiler.profile, with PROFILE_STEPS
     recording: bool = False
-    began: float = 0.0  # when the first step began
+    began: float = 0.0  # when the first traced step began
     spans: list[list[Any]] = field(default_factory=list)  # name, lane, begin, end, args
-    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, the events around it
+    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, events before and after
 
     def begin(self, step: int) -> None:
-        """Start of a step, counted from 1; 0: one of the warm-up."""
+        """Start of a step, counted from 1; 0 is a warmup step."""
         if step in self.steps and not self.recording:
             if self.profiler:
                 self.profiler.start()
@@ -2572,11 +2588,11 @@ class Trace:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str, **args: Any) -> Iterator[None]:
-        """A span of what this thread does in a `with` block, also if that raises."""
+        """Record a `with` block of the calling thread as a span, even if it raises."""
         if not self.steps:
             yield
             return
-        # Kept from its beginning on: the steps may begin or end in the middle of it.
+        # Added when it begins, because tracing may start or stop in the middle of it.
         span = [name, lane, time.perf_counter(), math.inf, args]
         self.spans.append(span)
         try:
@@ -2587,10 +2603,10 @@ class Trace:
                 self.spans.remove(span)
 
     def add_step(self, step: int, laps: list[Lap]) -> None:
-        """The spans of a step: `chunk` is all of it."""
+        """Add the spans of a step; `chunk` is the whole step."""
         for before, lap in itertools.pairwise(laps):
             name = "gpu_queue_wait" if lap.name == "batch" else lap.name
-            # The host's part: on a GPU it only launches the work.
+            # Host time: with a GPU, the time it takes to launch the work.
             self.spans.append([name, "main", before.host_seconds, lap.host_seconds, {"step": step}])
             if lap.event is not None and lap.name != "batch":
                 self.gpu_work.append((step, lap.name, "compute_stream", before.event, lap.event))
@@ -2601,11 +2617,11 @@ class Trace:
             self.finish()
 
     def finish(self) -> None:
-        """Write the file, after the last step or after training."""
+        """Write the file; called after the last traced step or after training."""
         if not self.recording or self.directory is None:
             return
-        # GPU spans are placed by their distance from an event of known host time: now. Waiting here is
-        # harmless, because the traced steps are over.
+        # GPU spans are located by their distance from an event whose host time is known: now. Waiting for it
+        # does no harm, because the traced steps are over.
         if self.gpu_work:
             last = torch.cuda.Event(enable_timing=True)
             last.record()
@@ -2619,7 +2635,7 @@ class Trace:
         for number, lane in enumerate(LANES, 1):
             events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
                            "args": {"name": lane}})  # fmt: skip
-        # Unfinished spans of other threads end now.
+        # Spans that other threads have not finished end now.
         for name, lane, begin, end, args in list(self.spans):
             begin = max(begin, self.began)
             seconds = min(end, now) - begin
@@ -2629,7 +2645,7 @@ class Trace:
         path = self.directory / f"trace_rank{self.rank}.json"
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
             write_whole(path, json.dumps({"traceEvents": events}).encode())
-            self.log(f"trace:{path} for ui.perfetto.dev")
+            self.log(f"trace:{path} (open in ui.perfetto.dev)")
         if self.profiler:
             self.profiler.stop()
             self.profiler.export_chrome_trace(f"{self.directory}/profile_rank{self.rank}.json")
@@ -2637,54 +2653,57 @@ class Trace:
 
 @dataclass
 class StepTimer:
-    """`timing_breakdown` lines of the first steps and of each `every`-th; 0: of none. Laps for the trace.
+    """Makes `timing_breakdown` lines for the first steps and then every `every` steps (0: never).
 
-    All in milliseconds. Fields of batches and of `forward` and `backward` are means over the micro-steps, the
-    others sums over the step (as in PR #591). `batch_wait` is how long the host waited for a batch.
-    `batch_cpu` is how long the host made the last one, `batch_h2d` its copy to the GPU: no parts of the step
-    if they were made ahead. The rest is device time. The host waits for the device at the end of a reported
-    step, and of no other.
+    All fields are milliseconds. Those of batches, `forward` and `backward` are averages over the micro-steps,
+    the others totals of the step (as in PR #591). `batch_wait` is the time the host waited for a batch.
+    `batch_cpu` is the host time that it took to stage the last batch, and `batch_h2d` its copy to the GPU;
+    with prefetching both overlap with earlier work. The other fields are device time. The host waits for the
+    device only at the end of a reported step. The trace gets its laps from here.
     """
 
     every: int
     on_gpu: bool
     trace: Trace = field(default_factory=Trace)
-    # Of the step under way.
+    # Of the current step.
     reported: bool = False
     step: int = 0
     laps: list[Lap] = field(default_factory=list)
 
     def begin(self, step: int) -> None:
-        """Start of a step, for the trace too; the first is 1. 0: one of the warm-up, never shown."""
-        # Steps that are neither reported nor traced read no clock.
+        """Start of a step, also for the trace. Steps count from 1; 0 is a warmup step, never reported."""
         self.trace.begin(step)
         self.step = step
         counted = step > 0 and self.every > 0
         self.reported = counted and (step <= FIRST_STEPS or step % self.every == 0)
         self.laps = []
-        self.lap("begin")  # where the first part starts
+        self.lap("begin")  # the start of the first part
 
     def lap(self, name: str, copy: CopyMarks | None = None) -> None:
         """Mark the end of a part of the step: batch, forward, backward, grad_clip or optimizer."""
+        # Steps that are neither reported nor traced do not even read the clock.
         if not (self.reported or self.trace.recording):
             return
-        # An event is a mark in the stream of the GPU: nobody waits for it.
+        # An event marks a point in the GPU's stream; nothing waits for it.
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
         self.laps.append(Lap(name, time.perf_counter(), event, copy))
         if event is not None:
             event.record()
 
     def end(self, stage_ms: float, micro_steps: int) -> str:
-        """End of a step, for the trace too: its line, empty if it is not reported. stage_ms: of a batch."""
+        """End of a step, also for the trace. Returns its log line, or "" if it is not reported.
+
+        stage_ms: host time to stage the last batch.
+        """
         if self.trace.recording:
             self.trace.add_step(self.step, self.laps)
         if not self.reported:
             return ""
         total_ms: dict[str, float] = defaultdict(float)
-        # The last event comes after all others in the stream.
+        # In stream order, the last event comes after all others.
         if self.laps[-1].event is not None:
             self.laps[-1].event.synchronize()
-        # A part lasts from the lap before to its own; micro-batches add up.
+        # A part lasts from the previous lap to its own. Micro-batches add up.
         for before, lap in itertools.pairwise(self.laps):
             if lap.event is None or lap.name == "batch":
                 total_ms[lap.name] += 1e3 * (lap.host_seconds - before.host_seconds)
@@ -2702,15 +2721,15 @@ class StepTimer:
 
 
 # ============================================================================================================
-# DATA — the tokens in an order that is a pure function of shards, seed and geometry, delivered ahead of need.
+# DATA — token order is a pure function of shards, seed and batch shape; batches are prefetched.
 # ============================================================================================================
 
-# A shard is a file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids.
+# A shard is a file of 256 little-endian int32 (magic, version, token count, zeros), followed by uint16 ids.
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
 SHARD_HEADER_BYTES = 1024
-LLAMA3_MAGIC = 20240801  # of llm.c's shards for that tokenizer
-LOADER_TIMEOUT_SECONDS = 60.0  # without data before the loader gives up
+LLAMA3_MAGIC = 20240801  # of llm.c's Llama 3 shards
+LOADER_TIMEOUT_SECONDS = 60.0  # the loader gives up after this time without data
 
 
 class Shard(NamedTuple):
@@ -2723,15 +2742,15 @@ class Shard(NamedTuple):
 class ShardVisit(NamedTuple):
     """One pass over a shard, as a part of the stream of sequences."""
 
-    begin: int  # its first sequence's position in the stream
+    begin: int  # position of its first sequence in the stream
     shard: Shard
-    order: Array  # the numbers of its sequences, in the order in which they come
+    order: Array  # numbers of the shard's sequences, in the order of this pass
 
 
 class StagedBatch(NamedTuple):
     """A micro-batch on its way to the device."""
 
-    ids_BT: Tensor  # uint16, of T + 1 columns: inputs and targets overlap
+    ids_BT: Tensor  # uint16, with T + 1 columns because inputs and targets overlap
     starts: Array  # `document_starts` of the inputs
     sequence_hash: int
     copy: CopyMarks | None
@@ -2742,12 +2761,12 @@ class Batch(NamedTuple):
 
     inputs_BT: Tensor  # int64
     targets_BT: Tensor  # int64
-    starts: Tensor  # where rows and documents begin in the flattened inputs, then B T; int32
-    copy: CopyMarks | None = None  # of its way to the GPU, where that is measured
+    starts: Tensor  # int32: where rows and documents start in the flattened inputs, then B T
+    copy: CopyMarks | None = None  # if it was copied to a GPU
 
 
 def open_shards(pattern: str) -> list[Shard]:
-    """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
+    """The shards that match `pattern`, sorted by name. DataError if there are none or one is not sound."""
     shards = []
     for number, name in enumerate(sorted(glob.glob(pattern))):
         path = Path(name)
@@ -2760,26 +2779,26 @@ def open_shards(pattern: str) -> list[Shard]:
         shards.append(Shard(path, tokens))
     if not shards:
         others = sorted(path.name for path in Path(pattern).parent.glob("*.bin"))
-        found = f" among {', '.join(others[:3])}{' …' if len(others) > 3 else ''}" if others else ""
-        raise DataError(f"{pattern}: no token shard{found}; set DATA_PATH to a folder of them, fetch shards "
-                        "with data/fineweb.py, or try `make demo`")
+        found = f", only {', '.join(others[:3])}{' …' if len(others) > 3 else ''}" if others else ""
+        raise DataError(f"{pattern}: no token shard matches{found}; set DATA_PATH to a folder of shards, "
+                        "fetch some with data/fineweb.py, or try `make demo`")
     return shards
 
 
 def numbering_advice(path: Path, number: int) -> str:
-    """What to do about a shard whose name is not the one that follows."""
+    """What to do about a shard whose name does not have the number that is next."""
     digits = re.sub(r".*_|\.bin$", "", path.name)
     if not digits.isdecimal():
-        return "its name is not that of a shard, perhaps of a second copy: remove it or move it away"
+        return "its name does not end in a number (is it a copy of another file?): remove it or move it away"
     if len(digits) != 6:
-        return f"it has {len(digits)} digits where shards have six: rename them to fineweb_*_%06d.bin"
+        return f"its number has {len(digits)} digits, expected six: rename the shards to fineweb_*_%06d.bin"
     if number == 0:
-        return "fetch it if it is missing, or rename shards that somebody numbered from another start"
-    return "fetch what is missing"
+        return "fetch it if it is missing, or rename the shards so that their numbers start at 000000"
+    return "fetch the missing shards"
 
 
 def shard_fault(path: Path) -> str:
-    """What is wrong with the header or the size of a shard, and what to do; empty if it is sound."""
+    """What is wrong with the header or size of a shard, and what to do about it; empty if nothing is."""
     size_bytes = path.stat().st_size
     ids_bytes = size_bytes - SHARD_HEADER_BYTES
     header = np.fromfile(path, "<i4", 3)
@@ -2790,44 +2809,45 @@ def shard_fault(path: Path) -> str:
         if ids_bytes == 2 * tokens:
             return ""
         if ids_bytes == 4 * tokens:
-            return ("uint32 ids, of 4 bytes a token; expected uint16: convert them, if the vocabulary has at "
+            return ("uint32 ids (4 bytes per token), expected uint16; convert them, if the vocabulary has at "
                     "most 65,536 pieces")  # fmt: skip
-        return (f"{size_bytes} bytes, expected {SHARD_HEADER_BYTES + 2 * tokens} for the {tokens} tokens of "
+        return (f"{size_bytes} bytes, expected {SHARD_HEADER_BYTES + 2 * tokens} for the {tokens} tokens in "
                 "its header; fetch it again")  # fmt: skip
     if magic == LLAMA3_MAGIC:
-        return ("a shard of llm.c for Llama 3, with 32-bit ids; expected uint16 ids of at most 65,536 "
-                "pieces: make shards from the text with data/export.py")  # fmt: skip
+        return ("a shard of llm.c for Llama 3 with uint32 ids, expected uint16 ids; make shards from the "
+                "text with data/export.py and a vocabulary of at most 65,536 pieces")  # fmt: skip
     if magic == SHARD_MAGIC:
-        return f"version {version} of the format; expected {SHARD_VERSION}: export it again"
+        return f"version {version} of the format, expected {SHARD_VERSION}; export it again"
     if header.byteswap()[:1].tolist() == [SHARD_MAGIC]:
-        return "big-endian numbers; expected little-endian ones: export it again"
+        return "big-endian numbers, expected little-endian ones; export it again"
     with open(path, "rb") as file:
         first = file.read(24)
     if first.startswith(b"version https://git-lfs"):
-        return "a pointer of Git LFS, not the shard itself; run `git lfs pull` where it came from"
-    return (f"begins with {first[:12]!r}, expected the header of a shard, magic {SHARD_MAGIC}; fetch it "
-            "again, or, if it holds ids without a header, write one (data/README.md, Formats)")  # fmt: skip
+        return "a Git LFS pointer, not the shard itself; run `git lfs pull` where it came from"
+    return (f"begins with {first[:12]!r}, expected a shard header with magic {SHARD_MAGIC}; fetch it again, "
+            "or, if it holds ids without a header, add one (data/README.md, Formats)")  # fmt: skip
 
 
 def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
-    """All tokens of a shard, uint16.
+    """All tokens of a shard (N,), uint16.
 
-    Raises DataError if the file has changed since it was opened, or an id is not below `vocab_size`.
+    Raises DataError if the file has changed since `open_shards`, or if an id is not below `vocab_size`.
     """
-    # Somebody may have removed, replaced or cut the file since the run began.
+    # The file may have been removed, replaced or truncated since the run began.
     if not shard.path.exists():
-        raise DataError(f"{shard.path}: it was there when the run began, and is gone; put it back")
+        raise DataError(f"{shard.path}: removed since the run began; put it back")
     fault = shard_fault(shard.path)
     if fault:
         raise DataError(f"{shard.path}: {fault}")
     if shard.path.stat().st_size != SHARD_HEADER_BYTES + 2 * shard.tokens:
-        raise DataError(f"{shard.path}: no longer has the {shard.tokens} tokens that it had; put back the "
-                        "shard that the run began with")  # fmt: skip
+        raise DataError(f"{shard.path}: replaced since the run began, when it had {shard.tokens} tokens; put "
+                        "that shard back")  # fmt: skip
     ids = np.fromfile(shard.path, "<u2", offset=SHARD_HEADER_BYTES)
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
-                        f"expected below VOCAB_SIZE={vocab_size}; name its tokenizer")
+                        f"expected less than VOCAB_SIZE={vocab_size}; set TOKENIZER_PATH and VOCAB_SIZE to "
+                        "those of the dataset's tokenizer")
     return ids
 
 
@@ -2835,23 +2855,23 @@ SHA256_OR_NOTHING = "([0-9a-f]{64})?"
 
 
 class Manifest(NamedTuple):
-    """What `manifest.json` beside the shards says of them; the tools of data/ write one, others need not."""
+    """What an optional `manifest.json` next to the shards says about them. The tools in data/ write one."""
 
-    files: dict[str, int]  # tokens of each file
+    files: dict[str, int]  # tokens in each file
     tokenizer_sha256: str
-    audited_bytes: int | None  # of all validation text, counted where the text itself was at hand
-    fused: dict[int, tuple[int, int]]  # the pair of ids that an id of data/fuse.py stands for
+    audited_bytes: int | None  # of the validation text, counted by a program that had the text itself
+    fused: dict[int, tuple[int, int]]  # the pair of ids that each id made by data/fuse.py replaces
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder of shards; an empty one if it has none. DataError if it is damaged."""
+    """The manifest of a folder of shards; empty if there is none. DataError if it is damaged."""
     path = folder / "manifest.json"
     if not path.exists():
         return Manifest({}, "", None, {})
     try:
         found = json.loads(path.read_bytes())
         files = {name: int(entry["tokens"]) for name, entry in section(found, "files").items()}
-        # A byte sidecar counts the original text; without one, the export has decoded all of it.
+        # Byte sidecars count the original text. Without them, the export has decoded all tokens and counted.
         audit = section(section(section(found, "splits"), "val"), "audit")
         audited = audit.get("sidecar_bytes", audit.get("decoded_bytes"))
         fused = {}
@@ -2861,7 +2881,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("fused: expected ids below 65,536")
         sha256 = section(found, "tokenizer").get("sha256") or ""
         if not re.fullmatch(SHA256_OR_NOTHING, sha256):
-            raise ValueError("tokenizer: its sha256 is not a SHA-256")
+            raise ValueError("tokenizer: expected a SHA-256 as its sha256")
         return Manifest(files, sha256, None if audited is None else int(audited), fused)
     except Exception as error:  # whatever the bytes are
         raise DataError(f"{path}: not the manifest of a dataset ({type(error).__name__}: {error}); fetch or "
@@ -2869,89 +2889,92 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def section(mapping: Any, name: str) -> Any:
-    """A part of a file that may be absent or null; then it is empty."""
+    """The value of `name`, or an empty mapping if it is absent or null."""
     value = mapping.get(name)
     return {} if value is None else value
 
 
 def permutation(config: TrainingSettings, count: int, *key: int) -> Array:
-    """A permutation of range(count) seeded by SEED and the key, one or two numbers; SHUFFLE=0: none moves.
+    """A permutation of range(count), seeded by SEED and one or two key numbers; SHUFFLE=0: the identity.
 
-    The numbers are sorted by random words. The words are Philox4x64-10 itself (Salmon et al., 2011). numpy's
-    generators, which are built on it, may change from version to version.
+    It sorts the numbers by random words. These are the raw output of Philox4x64-10 (Salmon et al., 2011),
+    because numpy's generators on top of it may change from version to version.
     """
     if not config.shuffle:
         return np.arange(count)
-    # Philox counts blocks of four words in the first of four places; the other three are free for the key.
-    # Its length is a part of it: an epoch alone is another key than an epoch and shard 0.
+    # Philox's counter has four words. It counts in the first one, and the other three hold our key. They
+    # include its length, so that the key (epoch,) differs from (epoch, shard 0).
     counter = [0, len(key), *key, 0, 0]
     words = np.random.Philox(key=config.seed, counter=counter[:4]).random_raw(count)
     return np.argsort(words, kind="stable")
 
 
 def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -> Iterator[ShardVisit]:
-    """The stream of training sequences, without end, from the shard that holds `position` on.
+    """The endless stream of training sequences, starting with the shard that contains `position`.
 
-    Each epoch permutes the shards and, within each, its sequences. Sequence i of a shard is its tokens
-    i T … (i + 1) T inclusive; a partial one at the end is skipped. Any position is reached in O(shards).
+    Each epoch permutes the shards and, within each shard, its sequences. Sequence i of a shard is its tokens
+    i T … (i + 1) T inclusive; an incomplete last one is dropped. Reaching any position takes O(shards).
     Raises DataError if no shard holds a whole sequence.
     """
     length = config.train_seq_len
     usable = [shard for shard in shards if shard.tokens > length]
     if not usable:
-        raise DataError(f"no training shard holds {length + 1} tokens, TRAIN_SEQ_LEN and one; fetch more, or "
-                        "set shorter sequences")
+        raise DataError(f"no training shard holds {length + 1} tokens (TRAIN_SEQ_LEN + 1); fetch more data "
+                        "or lower TRAIN_SEQ_LEN")
     sizes = [(shard.tokens - 1) // length for shard in usable]
     epoch_size = sum(sizes)
     for epoch in itertools.count(position // epoch_size):
         begin = epoch * epoch_size
         for number in permutation(config, len(usable), epoch).tolist():
-            # Shards that end before the position cost nothing but this comparison.
+            # Shards that end before the position are skipped without permuting their sequences.
             if begin + sizes[number] > position:
                 yield ShardVisit(begin, usable[number], permutation(config, sizes[number], epoch, number))
             begin += sizes[number]
 
 
 def hash_sequences(first: int, ids_BT: Array) -> int:
-    """Hash of sequences of T + 1 uint16 ids, the first of which is at position `first` of the stream.
+    """Hash of sequences of T + 1 uint16 ids at the positions p = first, first + 1, … of the stream:
 
-    Two runs with equal hashes were given the same tokens in the same order, on any number of ranks. Within a
-    sequence each pair of ids, and the last id, is multiplied by an odd random key; the products are added.
-    Each of these sums is multiplied by an odd random word of the sequence's position; these products are
-    added, modulo 2**64. A sum has no order: ranks and micro-batches add theirs in any.
+        Σ_p place(p) · (Σ_w key_w · pair_w + key_0 · last)   mod 2^64
+
+    pair_w: the w-th pair of ids in sequence p, as one 32-bit number, for w = 1, 2, …; last: its last id. All
+    keys and places are odd random words. Equal hashes mean that two runs saw the same tokens in the same
+    order. As it is a sum, ranks and micro-batches can add their parts in any order.
     """
-    # Two ids are one number of 32 bits; an odd one out is paired with zero.
+    # View two ids as one 32-bit number. If their number is odd, the last one is paired with zero.
     head_BT = ids_BT[:, :-1]
     pairs_BN = np.pad(head_BT, ((0, 0), (0, head_BT.shape[1] % 2))).view(np.uint32)
     keys = np.random.Philox(key=1).random_raw(pairs_BN.shape[1] + 1) | 1
-    # The generator makes four words at a time: position p has the first of its p-th four.
+    # Philox makes four words per count, so position p uses the first word of count p.
     places = np.random.Philox(key=2, counter=first).random_raw(4 * len(ids_BT))[::4] | 1
     sums = np.einsum("bw,w->b", pairs_BN, keys[1:]) + ids_BT[:, -1] * keys[0]
     return int((sums * places).sum())
 
 
 def micro_steps_per_step(config: Config, world_size: int) -> int:
-    """Micro-batches of one rank per optimizer step. ConfigError when the batch does not split evenly."""
-    wanted = config.train_batch_tokens
+    """Micro-batches per rank and optimizer step. ConfigError if the batch does not divide evenly."""
+    batch_tokens = config.train_batch_tokens
     length = config.train_seq_len
-    # As many whole sequences as one forward pass may hold, and no more than the step gives a rank.
-    micro_sequences = min(config.micro_batch_tokens // length, wanted // length // world_size)
-    tokens_together = world_size * max(1, micro_sequences) * length
-    if micro_sequences == 0 or wanted % tokens_together != 0:
+    # As many whole sequences as MICRO_BATCH_TOKENS holds, but no more than a step has for each rank.
+    micro_sequences = min(config.micro_batch_tokens // length, batch_tokens // length // world_size)
+    micro_step_tokens = world_size * max(1, micro_sequences) * length
+    if micro_sequences == 0 or batch_tokens % micro_step_tokens != 0:
         raise ConfigError(
-            f"TRAIN_BATCH_TOKENS={wanted}: expected a multiple of {tokens_together}, {world_size} ranks by "
-            f"the sequences of TRAIN_SEQ_LEN={length} tokens that fit in "
-            f"MICRO_BATCH_TOKENS={config.micro_batch_tokens}, one at least")  # fmt: skip
-    return wanted // tokens_together
+            f"TRAIN_BATCH_TOKENS={batch_tokens}: expected a multiple of {micro_step_tokens}, which is "
+            f"{world_size} ranks times as many sequences of TRAIN_SEQ_LEN={length} tokens as fit in "
+            f"MICRO_BATCH_TOKENS={config.micro_batch_tokens} (at least one); change one of the three")
+    return batch_tokens // micro_step_tokens
 
 
 @dataclass
 class Loader:
-    """Micro-batches of one rank, without end: disk → stage → `next_batch`; without threads the same bytes.
+    """An endless stream of one rank's micro-batches: disk → stage → `next_batch`.
 
-    A step has S sequences, TRAIN_BATCH_TOKENS together: step k has the sequences [k S, (k + 1) S) of
-    `shard_visits` on any number of ranks. Rank r takes the r-th equal part of them, MICRO_BATCH_TOKENS at a
-    time. So the stream is a pure function of shards and SEED. Raises ConfigError if a step does not divide.
+    A step has S sequences, TRAIN_BATCH_TOKENS in total: step k has the sequences [k S, (k + 1) S) of
+    `shard_visits`, on any number of ranks. Rank r takes the r-th equal part of them, MICRO_BATCH_TOKENS at a
+    time. So the stream is a pure function of shards and SEED. Disk and stage run in threads of their own;
+    TRAIN_PREFETCH=0 gives the same bytes without threads. Raises ConfigError if a step does not divide
+    evenly.
     """
 
     config: Config
@@ -2965,55 +2988,57 @@ class Loader:
         machine = self.machine
         copies = config.train_copy_stream and machine.on_gpu
         self.stream = torch.cuda.Stream(machine.device) if copies else None
-        # Of each step a rank has so many sequences, in so many micro-batches of so many.
+        # Per step, a rank has micro_steps micro-batches of micro_sequences each, step_sequences in total.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
         self.step_sequences = config.train_batch_tokens // config.train_seq_len // machine.world_size
         self.micro_sequences = self.step_sequences // self.micro_steps
         self.seek(0)
 
     def seek(self, step: int, stream_hash: int = 0) -> None:
-        """Go to the start of a step, in O(shards). stream_hash: of this rank's batches before it."""
+        """Go to the start of a step, in O(shards). stream_hash: of this rank's batches before that step."""
         self.close()
-        self.index = step * self.micro_steps  # micro-batches delivered, from the first step of the run on
+        self.index = step * self.micro_steps  # micro-batches delivered since the first step of the run
         self.stream_hash = stream_hash
-        self.wait_ms = 0.0  # for all batches; who reads it sets it back to zero
-        self.stage_ms = 0.0  # in which the last batch was staged, its wait for a shard included
-        visits = self._ahead("disk", self._read(self.index), 1)
-        self.batches = self._ahead("stage", self._stage(visits, self.index), self.config.train_prefetch_queue)
+        self.wait_ms = 0.0  # total of all batches since its reader last set it to zero
+        self.stage_ms = 0.0  # time it took to stage the last batch, including its wait for a shard
+        visits, read_ahead = self._prefetch("disk", self._read(self.index), 1)
+        batches = self._stage(visits, read_ahead, self.index)
+        self.batches, self.stage_ahead = self._prefetch("stage", batches, self.config.train_prefetch_queue)
 
-    def _ahead(self, stage: str, items: Iterator[Any], count: int) -> Iterator[Any]:
-        """The same items, `count` of them made ahead of need by a thread; not so without TRAIN_PREFETCH."""
+    def _prefetch(
+        self, stage: str, items: Iterator[Any], count: int
+    ) -> tuple[Iterator[Any], Callable[[], None]]:
+        """Let a thread make the first `count` items ahead of need; it starts now.
+
+        Returns the items, and a function that lets the thread make one more of them. Whoever takes an item
+        calls it, and so decides when the thread gets to work. Without TRAIN_PREFETCH there is no thread.
+        """
         if not self.config.train_prefetch:
-            return items
-        # A new thread is on GPU 0; leaving `torch.cuda.stream` there would open a context on it.
-        of_device = functools.partial(torch.cuda.set_device, self.machine.device)
-        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", of_device if self.machine.on_gpu else None)
+            return items, lambda: None
+        # A new thread is on GPU 0, where leaving `torch.cuda.stream` would open a context.
+        use_device = functools.partial(torch.cuda.set_device, self.machine.device)
+        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", use_device if self.machine.on_gpu else None)
         self.pools.append(pool)
-        # Work begins now, not when the first item is asked for.
         pending = deque(pool.submit(next, items) for _ in range(count))
 
-        def refill() -> None:
+        def make_one_more() -> None:
             pending.append(pool.submit(next, items))
 
         def in_order() -> Iterator[Any]:
             while True:
-                # A worker's error is raised here, in its place among the items.
-                item = pending.popleft().result(LOADER_TIMEOUT_SECONDS)
-                if stage == "disk":
-                    refill()
-                yield item
+                # This raises an error of the thread, in its place among the items.
+                yield pending.popleft().result(LOADER_TIMEOUT_SECONDS)
 
-        self.refill = refill  # of the stage that was begun last
-        return in_order()
+        return in_order(), make_one_more
 
     def _position(self, index: int) -> int:
-        """Position in the stream of the first sequence of a micro-batch of this rank."""
+        """Position in the stream of the first sequence of this rank's micro-batch number `index`."""
         step, micro_step = divmod(index, self.micro_steps)
         rank_part = step * self.machine.world_size + self.machine.rank
         return rank_part * self.step_sequences + micro_step * self.micro_sequences
 
     def _read(self, first: int) -> Iterator[tuple[Array, Array]]:
-        """Disk stage: the sequences of each shard (N, T + 1), and the numbers of this rank's in order."""
+        """Disk stage: of each shard, its sequences (N, T + 1) and the numbers of this rank's, in order."""
         length = self.config.train_seq_len
         start = self._position(first)
         for visit in shard_visits(self.config, self.shards, start):
@@ -3021,16 +3046,24 @@ class Loader:
                 tokens = read_tokens(visit.shard, self.config.vocab_size)
             sequences_NT = sliding_window_view(tokens, length + 1)[::length]
             positions = visit.begin + np.arange(len(visit.order))
-            # Each step is cut into one run of sequences for each rank.
+            # Each step is split into one run of consecutive positions per rank.
             owner = positions // self.step_sequences % self.machine.world_size
             mine = (positions >= start) & (owner == self.machine.rank)
             with self.trace.span("disk_idle", "disk", ready=visit.shard.path.name):
                 yield sequences_NT, visit.order[mine]
 
-    def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
+    def _sequences(self, visits: Iterator[Any], read_ahead: Callable[[], None]) -> Iterator[Array]:
+        """This rank's sequences (T + 1,), one by one."""
+        for sequences_NT, order in visits:
+            read_ahead()  # the next shard, while this one is used
+            for number in order:
+                yield sequences_NT[number]
+
+    def _stage(
+        self, visits: Iterator[Any], read_ahead: Callable[[], None], first: int
+    ) -> Iterator[StagedBatch]:
         """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
-        # One after the other, (T + 1,) each.
-        sequences = (sequences_NT[number] for sequences_NT, order in visits for number in order)
+        sequences = self._sequences(visits, read_ahead)
         for index in itertools.count(first):
             began = time.perf_counter()
             with self.trace.span("stage", "stage", batch=index):
@@ -3039,18 +3072,19 @@ class Loader:
             yield batch
 
     def _stage_batch(self, sequences: Iterator[Array], index: int) -> StagedBatch:
-        """The micro-batch of this number, made of the next sequences.
+        """Micro-batch number `index`, made of the next sequences.
 
-        Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
-        the event behind its last copy, device memory when the streams told by `record_stream` are past it.
-        The next batch is gathered while this one is copied: only the stream of the step waits for a copy.
+        Nothing is overwritten while it is read, because each batch has its own memory. PyTorch reuses pinned
+        memory after the event that follows its last copy, and device memory once the streams passed to
+        `record_stream` are done with it. The next batch is gathered while this one is copied: only the step's
+        stream waits for a copy.
         """
         ids = torch.empty(
             self.micro_sequences, self.config.train_seq_len + 1,
             dtype=torch.uint16, pin_memory=self.machine.on_gpu)  # fmt: skip
         ids_BT = ids.numpy()  # the same memory
         np.concatenate(list(itertools.islice(sequences, self.micro_sequences)), out=ids_BT.reshape(-1))
-        # The hash reads the very memory that is copied.
+        # Hash the same memory that is copied to the device.
         sequence_hash = hash_sequences(self._position(index), ids_BT)
         starts = document_starts(ids_BT[:, :-1], self.config)
         copy = None
@@ -3060,7 +3094,7 @@ class Loader:
         return StagedBatch(ids, starts, sequence_hash, copy)
 
     def _copy(self, ids: Tensor) -> tuple[Tensor, CopyMarks]:
-        """The ids on the device, copied in the current stream between two events."""
+        """Copy ids to the device in the current stream, between two events."""
         marks = CopyMarks(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         marks.begin.record()
         ids = ids.to(self.machine.device, non_blocking=True)
@@ -3068,29 +3102,28 @@ class Loader:
         return ids, marks
 
     def next_batch(self) -> Batch:
-        """The next micro-batch. DataError has the place in the stream and what happened there."""
+        """The next micro-batch. DataError names the position in the stream and the cause."""
         asked = time.perf_counter()
         ids, host_starts, sequence_hash, copy = self._next_staged()
         self.wait_ms += 1e3 * (time.perf_counter() - asked)
-        # On a CPU the copy is the widening; a GPU's copies have events of their own.
+        # On a CPU the cast is the copy. On a GPU the copy is traced by its own events.
         lane = "main" if self.machine.on_gpu else "copy"
         with self.trace.span("gpu_transfer", lane, batch=self.index):
             if copy is not None:
-                # Made on the copy stream: its memory is not reused before this stream is done too.
+                # The ids belong to the copy stream: keep their memory until this stream has read them.
                 stream = torch.cuda.current_stream(self.machine.device)
                 stream.wait_event(copy.end)
                 ids.record_stream(stream)
             elif self.machine.on_gpu:
                 ids, copy = self._copy(ids)
-            # Widened on the device: two bytes a token cross the bus, not sixteen.
+            # Cast on the device: 2 bytes per token cross the bus instead of 16.
             inputs_BT = ids[:, :-1].long()
             targets_BT = ids[:, 1:].long()
             starts = starts_to_device(host_starts, self.machine.device)
         self.index += 1
         self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
-        if self.config.train_prefetch:
-            # The thread wakes now that the step has its batch: both want the interpreter.
-            self.refill()
+        # Wake the stage thread only now that the step has its batch, because both compete for the GIL.
+        self.stage_ahead()
         return Batch(inputs_BT, targets_BT, starts, copy)
 
     def stage_first(self) -> None:
@@ -3098,13 +3131,13 @@ class Loader:
         self.batches = itertools.chain([self._next_staged()], self.batches)
 
     def _next_staged(self) -> StagedBatch:
-        """Wait for the next batch of the workers. Raises DataError."""
+        """The next batch from the stage thread. Raises DataError."""
         try:
             return next(self.batches)
-        except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
-            # The shard that holds the batch's last sequence is the one it was read from last.
+        except (Exception, SystemExit, GeneratorExit) as error:  # whatever can end a thread
+            # The shard that was read last is the one that holds the batch's last sequence.
             last = self._position(self.index) + self.micro_sequences - 1
-            # What a user can fix is said in a sentence; anything else needs to be found in the code.
+            # A sentence is enough for what a user can fix; anything else needs the traceback.
             reason = f"{error}" if isinstance(error, DataError) else f"{error!r}"
             if not isinstance(error, (DataError, OSError)):
                 reason += f"\n{traceback.format_exc()}"
@@ -3114,7 +3147,7 @@ class Loader:
             ) from error
 
     def close(self) -> None:
-        """Let the threads end after the item under way; at any time, any number of times."""
+        """Let the threads end after their current item. May be called at any time, and repeatedly."""
         for pool in self.pools:
             pool.shutdown(wait=False, cancel_futures=True)
         self.pools = []
@@ -4221,23 +4254,23 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
 
 
 # ============================================================================================================
-# QUANTIZE — weights to integers: GPTQ moves each rounding error into weights that are still to be rounded.
+# QUANTIZE — weights to integers: GPTQ makes up for each rounding error in columns that are rounded later.
 # ============================================================================================================
 
-Hessians = dict[tuple[str, int], Tensor]  # (input of matrices, layer) -> (C, C) fp32
+Hessians = dict[tuple[str, int], Tensor]  # (input name, layer) -> (C, C) fp32
 
 
 @torch.no_grad()
 def collect_hessians(model: GPT, batches: Iterable[Batch]) -> Hessians:
-    """Sums of x xᵀ over the tokens of all ranks' training `batches`.
+    """For every matrix input x (C,), the sum of x xᵀ over the tokens of all ranks' training `batches`.
 
-    All ranks call it together, with equally many batches. A looped layer adds up all of its visits.
+    All ranks call it together, with the same number of batches. A looped layer sums over all of its passes.
     """
     sums: Hessians = {}
 
-    def observe(site: str, layer: int, x: Tensor) -> None:
+    def observe(input_name: str, layer: int, x: Tensor) -> None:
         x_NC = x.reshape(-1, x.size(-1)).float()
-        sums[site, layer] = x_NC.T @ x_NC + sums.get((site, layer), 0.0)
+        sums[input_name, layer] = x_NC.T @ x_NC + sums.get((input_name, layer), 0.0)
 
     for batch in batches:
         model(batch.inputs_BT, batch.starts, observe=observe)
@@ -4246,92 +4279,92 @@ def collect_hessians(model: GPT, batches: Iterable[Batch]) -> Hessians:
     return sums
 
 
-MAX_CODE = 127  # codes are int8, with as many on both sides of zero
-# Steps of columns are at most eight times finer or coarser than those of their rows; in eighths of an octave.
+MAX_CODE = 127  # codes are int8 and symmetric around zero
+# In eighths of an octave: a column's step is at most 8 times finer or coarser than that of its row.
 COLUMN_EXPONENT_MAX = 24
 
 
 class QuantizedWeights(NamedTuple):
-    """A parameter as a bank of N matrices (R, C), in integers."""
+    """A parameter as a bank of N matrices (R, C) of integers."""
 
-    codes: Array  # (R, N * C) int8, in steps; along a trellis int16, in half steps
-    exponents: Array  # (R, N) int8: the scale of each row, in eighths of an octave
-    column_exponents: Array | None = None  # (N, C) int8: those of the columns; None: all are 0
+    codes: Array  # (R, N * C): int8, in steps; with a trellis int16, in half steps
+    exponents: Array  # (R, N) int8: log2 of each row's step, times 8
+    column_exponents: Array | None = None  # (N, C) int8: log2 of each column's factor, times 8; None: all 0
 
 
 def bank_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A parameter's shape as matrices, rows and columns; fewer axes: one matrix, perhaps of one row."""
+    """The shape as (matrices, rows, columns): a matrix is a bank of one, a vector is one row."""
     return (1, 1, *shape)[-3:]
 
 
 def scales_of(exponents: Tensor) -> Tensor:
-    """The scales of exponents. fp16 has too few digits to show how each machine rounds `exp2`."""
+    """2 ** (exponents / 8). Rounded to fp16, so that it is the same however a machine rounds `exp2`."""
     return torch.exp2(exponents / 8).half().float()
 
 
 class Quantizer:
     """GPTQ of one parameter (Frantar et al., arXiv 2210.17323; PR #1394).
 
-    1. Order the columns by their Hessian diagonal, largest first.
-    2. Factor the inverse of the damped Hessian; with `column_steps`, give every column its own step size.
-    3. `quantize`: round column by column, and spread each rounding error over the columns still to come.
+    1. Sort the columns by their Hessian diagonal, largest first.
+    2. Factor the inverse of the damped Hessian. With `column_steps`, give each column its own step.
+    3. `quantize`: round column by column, and spread each rounding error over the remaining columns.
 
-    Steps 1 and 2 are done once, step 3 for each step size that rate control tries. A parameter without any
-    Hessian is rounded to nearest.
+    A step is the distance between two neighboring codes. 1 and 2 are done once, 3 for every step that rate
+    control tries. A parameter without a Hessian is rounded to nearest.
     """
 
     def __init__(
         self, name: str, weights: Tensor, parameter: Parameter, hessians: Hessians, config: Config
     ) -> None:
-        """name: for messages. hessians: of `collect_hessians`.
+        """name: for messages. hessians: from `collect_hessians`.
 
-        COLUMN_STEPS is the power in `_even_out`; 0: all columns have the same step. With TRELLIS=1 codes
-        follow a trellis along the rows of a column. Both are for matrices alone, the parameters with a role.
-        Raises ArtifactError where weights or Hessians are not finite.
+        COLUMN_STEPS is the power in `_equalize_columns`; 0 gives all columns the same step. With TRELLIS=1
+        the codes of each column follow a trellis. Both apply to matrices only, the parameters with a role.
+        Raises ArtifactError if weights or Hessians are not finite.
         """
         self.trellis = config.trellis and parameter.role != ""
         self.nearest = nearest_on_trellis if self.trellis else nearest_code
-        self.damping = config.gptq_damping  # more, where a Hessian needed it
+        self.damping = config.gptq_damping  # grows if a Hessian needs more
         self.weights_NRC = weights.detach().view(bank_shape(parameter.shape))
         self.column_steps = 0.0
         self.column_exponents_NC = torch.zeros_like(self.weights_NRC[:, 0], dtype=torch.int8)
-        # The unit of a step: a row's standard deviation; in small tensors its largest absolute weight.
+        # The unit of a step: the standard deviation of a row, or in small tensors its largest |weight|.
         if parameter.role:
             self.spreads_NR = self.weights_NRC.std(dim=2)
             self.column_steps = config.column_steps
         else:
             self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
         if not self.weights_NRC.isfinite().all():
-            raise ArtifactError(f"{name} is not finite: nothing written; resume from a checkpoint")
-        self.rounded = not (parameter.inputs and hessians)  # to nearest
-        if self.rounded:
+            raise ArtifactError(f"{name} is not finite, so no artifact was written; resume from a checkpoint")
+        self.round_to_nearest = not (parameter.inputs and hessians)
+        if self.round_to_nearest:
             return
 
-        # With two inputs the first half of the bank has the first, the second half the second.
+        # With two inputs, the first half of the bank reads the first one, the second half the second.
         layers = range(len(self.weights_NRC) // len(parameter.inputs))
-        found = [hessians[site, layer] for site in parameter.inputs for layer in layers]
+        found = [hessians[input_name, layer] for input_name in parameter.inputs for layer in layers]
         h_NCC = torch.stack(found).double()
         if not h_NCC.isfinite().all():
-            raise ArtifactError(f"inputs of {name} are not finite: nothing written; resume from a checkpoint")
+            raise ArtifactError(f"inputs of {name} are not finite, so no artifact was written; resume from a "
+                                "checkpoint")
 
-        # Columns whose inputs are largest go first: their errors have the most columns to make up for them.
+        # Columns with the largest inputs go first, while most columns are left to make up for their errors.
         diagonal_NC = h_NCC.diagonal(dim1=1, dim2=2)
         self.order_NC = diagonal_NC.argsort(dim=1, descending=True, stable=True)
         h_NCC = h_NCC.take_along_dim(self.order_NC[:, :, None], 1).take_along_dim(self.order_NC[:, None], 2)
         mean_N11 = diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
         self.upper_NCC = self._inverse_factor(h_NCC, mean_N11)
         if self.column_steps > 0:
-            self.column_exponents_NC = self._even_out()
-        # A column whose input was always zero changes nothing: zeros cost least to code.
+            self.column_exponents_NC = self._equalize_columns()
+        # A column whose input is always zero has no effect, and zeros cost the fewest bits.
         used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
         self.used_NRC = used_NRC.take_along_dim(self.order_NC[:, None], 2)
 
     def _inverse_factor(self, h_NCC: Tensor, mean_N11: Tensor) -> Tensor:
-        """Upper Cholesky factors (N, C, C), fp32, of the inverses of damped Hessians.
+        """Upper Cholesky factors (N, C, C), fp32, of the inverses of the damped Hessians.
 
-        mean_N11: means of the diagonals. `damping` of them is added to the diagonals. Rounding can leave a
-        Hessian without an inverse. A larger share then costs little precision, and a share that is large
-        enough always helps.
+        mean_N11: means of the diagonals; `damping` times them is added to the diagonals. Rounding can make a
+        Hessian singular. Then the damping grows until the factorization succeeds.
         """
         identity_CC = torch.eye(h_NCC.size(1), device=h_NCC.device)
         while True:
@@ -4341,29 +4374,29 @@ class Quantizer:
             except torch.linalg.LinAlgError:
                 self.damping *= 10
 
-    def _even_out(self) -> Tensor:
-        """Column exponents (N, C) that make all columns lose alike.
+    def _equalize_columns(self) -> Tensor:
+        """Column exponents (N, C) that make the columns contribute equally to the loss.
 
-        GPTQ's loss is the sum of squares of error / U, with U the column's diagonal entry of the factor. With
-        one step size, columns of small U make most of it. A given number of bits loses least with steps in
-        proportion to U (WaterSIC: Lifar et al., arXiv 2603.04956). A power of U below 1 trusts Hessians of
-        few tokens less.
+        GPTQ's loss is the sum of (error / U)², where U is the column's diagonal entry in the factor. If all
+        columns have the same step, those with a small U dominate it. At a given number of bits, steps
+        proportional to U minimize the loss (WaterSIC: Lifar et al., arXiv 2603.04956). A power of U below 1
+        relies less on Hessians of few tokens.
         """
         octaves_NC = self.upper_NCC.diagonal(dim1=1, dim2=2).log2()
-        # Only ratios matter: rate control sets the mean.
+        # Only ratios matter, because rate control sets the mean.
         octaves_NC = self.column_steps * (octaves_NC - octaves_NC.mean(dim=1, keepdim=True))
         exponents_NC = (8 * octaves_NC).round().clamp(-COLUMN_EXPONENT_MAX, COLUMN_EXPONENT_MAX).char()
         return exponents_NC.take_along_dim(self.order_NC.argsort(dim=1), 1)
 
     def quantize(self, step: float, levels: float) -> QuantizedWeights:
-        """Codes for one step size, given in the spreads of a row.
+        """Quantize with this step, in units of each row's spread.
 
-        levels: the clip, in steps; with column exponents it is MAX_CODE, as finer steps need more of them.
+        levels: the clip, in steps. With column exponents it is MAX_CODE instead, as finer steps need more.
         """
-        # A scale is an eighth of an octave: one byte a row, and no table of scales.
+        # In eighths of an octave, the step of a row takes one byte.
         exponents_NR = (8 * (self.spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
         scales_NR = scales_of(exponents_NR)
-        if self.rounded:
+        if self.round_to_nearest:
             values_NCR = (self.weights_NRC / scales_NR[:, :, None]).mT
             steps_NRC = self.nearest(values_NCR.flatten(0, 1), levels).view(values_NCR.shape).mT
         else:
@@ -4374,7 +4407,7 @@ class Quantizer:
         return QuantizedWeights(codes_RN.cpu().numpy(), exponents_NR.T.cpu().numpy(), of_columns)
 
     def _compensate(self, row_scales_NR: Tensor, levels: float) -> Tensor:
-        """Steps (N, R, C). Column by column, the weights still to come make up for each rounding error."""
+        """GPTQ: the weights (N, R, C) in whole or half steps, rounded column by column."""
         work_NRC = self.used_NRC.clone()
         column_scales_NC = scales_of(self.column_exponents_NC.take_along_dim(self.order_NC, 1))
         if self.column_steps > 0:
@@ -4384,21 +4417,21 @@ class Quantizer:
             values_NR = work_NRC[:, :, column]
             steps_NR = self.nearest(values_NR / scales_NR, levels)
             errors_NR = (values_NR - steps_NR * scales_NR) / self.upper_NCC[:, column, column, None]
-            # Spread the error over the remaining columns, as GPTQ does.
+            # The remaining columns make up for the error.
             shares_N1C = self.upper_NCC[:, column, None, column:]
             work_NRC[:, :, column:].baddbmm_(errors_NR[:, :, None], shares_N1C, alpha=-1)
             work_NRC[:, :, column] = steps_NR
-        # Back to the order in which the model has its columns.
+        # Undo the sorting of the columns.
         return work_NRC.take_along_dim(self.order_NC.argsort(dim=1)[:, None], 2)
 
 
 def nearest_code(values: Tensor, levels: float) -> Tensor:
-    """The whole step in ±levels nearest to each of the values in steps, of any shape: plain rounding."""
+    """Round values in steps to the nearest whole step within ±levels; any shape."""
     return values.clamp(-levels, levels).round()
 
 
-def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tensor:
-    """The weights (`shape`) of codes and exponents, fp32, on the CPU."""
+def dequantize(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tensor:
+    """The weights of this shape, fp32 on the CPU."""
     matrices, rows, columns = bank_shape(shape)
     scales_RN1 = scales_of(torch.from_numpy(quantized.exponents)[:, :, None])
     if quantized.codes.dtype == np.int16:
@@ -4411,34 +4444,36 @@ def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tens
 
 # --- the trellis: codes on two grids, half a step apart -----------------------------------------------------
 #
-# Weights that are rounded one by one have errors that fill a cube, of a mean square of step² / 12. A ball of
-# the same volume has 1.53 dB less, and no code of the same entropy can gain more: 0.25 bits a weight.
+# If weights are rounded one by one, their errors fill a cube, with a mean square of step² / 12. In a ball of
+# the same volume it is 1.53 dB lower. No code of the same entropy can gain more; it is worth 0.25 bits per
+# parameter.
 #
-# Trellis-coded quantization gets two thirds of that. A code k stands for k steps, or for k and a half: its
-# shift is 0 or 1 half steps. The shift is not stored. It follows from the codes of the rows before:
+# Trellis-coded quantization gets two thirds of that. A code k means either k or k + ½ steps: it has a shift
+# of 0 or 1 half steps. The shift is not stored, because it follows from the codes of the previous rows:
 #
 #     next shift = parity of the code ^ shift one row before ^ shift two rows before
 #
-# So a code costs as many bits as one of whole steps, and its parity chooses the grids of the rows to come.
-# The shifts of three rows are a state. Dynamic programming finds the sequence of codes with the least squared
-# error in the trellis of the eight states.
+# So a code takes as many bits as one of whole steps, and its parity selects the grids of the following rows.
+# The shifts of three rows are a state. Dynamic programming finds the path through the trellis of these eight
+# states with the least squared error.
 # (TCQ: Marcellin and Fischer 1990, with an entropy coder: Fischer and Wang 1992; this code of eight states is
 # Ungerboeck's, 1982; on weights, without an entropy coder: Tseng et al., arXiv 2406.11235)
 
-# Rows after which all shifts are 0 again: blocks of rows are searched side by side, at a cost of 0.01 bits.
+# All shifts return to 0 after this many rows, so that blocks of rows can be searched in parallel. This costs
+# 0.01 bits per parameter.
 TRELLIS_ROWS = 128
 
 
 class Trellis:
-    """The shifts of an array that is read row by row; every column has its own state."""
+    """The shifts of an array as it is read row by row. Every column has its own state."""
 
     def __init__(self, columns: int) -> None:
         self.rows = 0
-        # Of the next row, of the one before it and of the one before that.
+        # Shifts of the next row, of the row before it and of the row before that.
         self.shifts_3C = np.zeros((3, columns), np.int64)
 
     def follow(self, codes_C: Array) -> None:
-        """Move on to the row after these codes."""
+        """Advance by a row that has these codes."""
         shift_C, before_C, before_that_C = self.shifts_3C
         next_shift_C = (codes_C & 1) ^ before_C ^ before_that_C
         self.shifts_3C = np.stack([next_shift_C, shift_C, before_C])
@@ -4448,7 +4483,7 @@ class Trellis:
 
 
 def half_steps(codes_RC: Array) -> Array:
-    """The values of codes in half steps: 2 · code + shift, int16."""
+    """The values of codes (R, C) in half steps: 2 · code + shift, int16."""
     trellis = Trellis(codes_RC.shape[1])
     halves_RC = 2 * codes_RC.astype(np.int16)
     for codes_C, halves_C in zip(codes_RC, halves_RC, strict=True):
@@ -4457,21 +4492,15 @@ def half_steps(codes_RC: Array) -> Array:
     return halves_RC
 
 
-# A branch of the trellis leads from a state (the last three shifts) to the next one (next shift, shift, shift
-# before). The code has the parity that leads to the next shift.
-NEXT, SHIFT, BEFORE, BEFORE_THAT = np.indices((2, 2, 2, 2))
-PARITY = NEXT ^ BEFORE ^ BEFORE_THAT
-
-
 def nearest_path(values_RC: Array, levels: float) -> Array:
-    """The half steps (R, C), int16, nearest to each column of `values_RC`, which are in steps.
+    """The path through the trellis nearest to each column of `values_RC` (in steps): half steps, int16.
 
-    values_RC: up to TRELLIS_ROWS rows. The path has the least squared error of all that `half_steps` can give
-    for codes in ±levels (Viterbi 1967).
+    values_RC: at most TRELLIS_ROWS rows. Of everything that `half_steps` can return for codes in ±levels, the
+    result has the least squared error (Viterbi 1967).
     """
     rows, columns = values_RC.shape
-    # For each shift and each parity of a code: the nearest half steps. Codes of one parity are two steps
-    # apart; the largest is levels, rounded, or the one below.
+    # The nearest half steps, for each shift and each parity of the code. Codes of one parity are two steps
+    # apart; the largest is levels, rounded, or the one below it.
     halves_22RC = np.empty((2, 2, rows, columns), np.float32)
     for shift in range(2):
         for parity in range(2):
@@ -4481,18 +4510,25 @@ def nearest_path(values_RC: Array, levels: float) -> Array:
             halves_22RC[shift, parity] = 2 * np.clip(codes_RC, -largest, largest) + shift
     errors_22RC = np.square(values_RC - 0.5 * halves_22RC)
 
-    # Forward: the least error of all paths to each state, and which of two states the best one came from.
+    # A state is (shift, shift before, shift before that). From each, two branches lead on, one for each next
+    # shift, to the state (next shift, shift, shift before). The next shift fixes the parity of the code.
+    next_2222, shift_2222, before_2222, before_that_2222 = np.indices((2, 2, 2, 2))
+    parity_2222 = next_2222 ^ before_2222 ^ before_that_2222
+
+    # Forward: the least error of all paths to each state, and which of two states the best path came from.
     costs_222C = np.full((2, 2, 2, columns), np.inf, np.float32)
     costs_222C[0, 0, 0] = 0.0
     came_from_R222C = np.empty((rows, 2, 2, 2, columns), bool)
     for row in range(rows):
-        branches_2222C = costs_222C + errors_22RC[SHIFT, PARITY, row]
-        from_0 = branches_2222C[:, :, :, 0]
-        from_1 = branches_2222C[:, :, :, 1]
+        # By (next shift, shift, shift before, shift before that): the costs of the states are the same for
+        # both next shifts.
+        branch_costs_2222C = costs_222C + errors_22RC[shift_2222, parity_2222, row]
+        from_0 = branch_costs_2222C[:, :, :, 0]
+        from_1 = branch_costs_2222C[:, :, :, 1]
         np.less(from_1, from_0, out=came_from_R222C[row])
         costs_222C = np.minimum(from_0, from_1)
 
-    # Backward: from the best state at the end, along the branches that led to it.
+    # Backward: from the best final state, along the branches that led to it.
     path_RC = np.empty((rows, columns), np.int16)
     column = np.arange(columns)
     best_C = costs_222C.reshape(8, columns).argmin(0)
@@ -4508,67 +4544,72 @@ def nearest_path(values_RC: Array, levels: float) -> Array:
 
 
 def nearest_on_trellis(values_NR: Tensor, levels: float) -> Tensor:
-    """The steps (N, R), whole ones and halves, that a trellis along R can give nearest to values in steps."""
+    """Round values in steps (N, R) to the nearest path, in whole and half steps, of a trellis along R."""
     rows = values_NR.size(1)
     length = min(rows, TRELLIS_ROWS)
-    # Zeros fill the last block of rows, and are dropped after the search.
-    filled_NR = F.pad(values_NR, (0, -rows % length))
-    # Each block is a column of its own: no path goes from one into the next.
-    blocks_RC = filled_NR.reshape(-1, length).T.cpu().numpy()
+    # Pad the last block of rows with zeros, which are dropped after the search.
+    padded_NR = F.pad(values_NR, (0, -rows % length))
+    # Each block becomes a column of its own, because the shifts restart there.
+    blocks_RC = padded_NR.reshape(-1, length).T.cpu().numpy()
     path_CR = torch.from_numpy(nearest_path(blocks_RC, levels).T.astype(np.float32))
-    return path_CR.to(values_NR.device).reshape(filled_NR.shape)[:, :rows] / 2
+    return path_CR.to(values_NR.device).reshape(padded_NR.shape)[:, :rows] / 2
 
 
 # ============================================================================================================
-# CODER — integers to bytes: rANS under a model that learns as it goes; knows nothing of networks.
+# CODER — integers to bytes: rANS with an adaptive model of the symbols; knows nothing about networks.
 # ============================================================================================================
 
-# A row's frequencies come from the rows before it, in one table per class of columns: no table is stored,
-# none can be forged, and columns of different spread do not share one. Integers, and float operations that
-# IEEE 754 rounds exactly, give the same bytes on every machine. (rANS: Duda, arXiv 1311.2540)
+# The symbol frequencies of a row are estimated from the previous rows, so no table is stored or can be
+# forged. Each class of columns has its own table, because columns differ in spread. Only integers and float
+# operations that IEEE 754 rounds exactly are used, which gives the same bytes on every machine. (rANS: Duda,
+# arXiv 1311.2540)
 #
-# Along a trellis each class has a second table, for codes that stand for half a step more. Both sides know
-# the shift from the codes before, so it costs nothing.
-SLOTS = 1 << 15  # of a table; a lane's state has 17 to 32 bits, and moves in words of 16
-# Borders of the classes of columns, in 256ths of the mean |code| of a column: four to an octave.
+# With a trellis, each class has a second table for codes with a shift of half a step. Encoder and decoder
+# both know the shift from the previous codes, so it costs nothing.
+SLOTS = 1 << 15  # per table; a lane's state has 17 to 32 bits, and is refilled by words of 16 bits
+# Lower edges of the classes of columns, in 256ths of a column's mean |code|: four per octave.
 CLASS_EDGES = np.array([(4 + quarter) << octave for octave in range(12) for quarter in range(4)])
-ALONG_TRELLIS = 128  # in the byte of an array's peak, which needs seven bits
+ALONG_TRELLIS = 128  # a flag in the byte of an array's peak, which itself takes seven bits
 
 
 class SymbolModel:
-    """How probable each symbol of an array is, learned row by row, alike in the encoder and in the decoder.
+    """The probability of each symbol of an array, learned row by row, in the encoder and decoder alike.
 
-    A column belongs to a class, by the mean |code| of its rows so far; every class has a table of whole
-    frequencies that sum to SLOTS. The tables lie behind one another in one array, so that a symbol of table
-    t is entry `t * size + symbol`, and its slots begin at `starts[entry]`. A symbol is a code plus the peak.
+    A column's class is determined by the mean |code| of its rows so far. Each class has a table of integer
+    frequencies that sum to SLOTS. The tables are concatenated, so that a symbol of table t is entry
+    `t * size + symbol`, and its slots begin at `starts[entry]`. A symbol is a code plus the peak.
     """
 
     def __init__(self, columns: int, peak_byte: int) -> None:
-        """peak_byte: the largest |code| of the array, plus ALONG_TRELLIS where it follows a trellis."""
+        """peak_byte: the largest |code| of the array, plus ALONG_TRELLIS if it follows a trellis."""
         self.along_trellis = peak_byte >= ALONG_TRELLIS
-        self.trellis = Trellis(columns)  # off the trellis all its shifts stay 0
+        self.trellis = Trellis(columns)  # without a trellis, all its shifts stay 0
         peak = peak_byte % ALONG_TRELLIS
         self.peak = peak
         self.size = 2 * peak + 1
         values = np.arange(-peak, peak + 1.0)
         if self.along_trellis:
             values = np.stack([values, values + 0.5])
-        # A first guess for about the middle of each class, with heavier tails than a Gaussian: Student's t
-        # with seven degrees of freedom, 64 at its top; 1.5 keeps the narrowest class from being too sure.
-        # Products only: powers round differently on different machines, and then decoders would disagree.
-        means = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256
-        bell = 1.0 / (1.0 + values[..., None, :] * values[..., None, :] / (6.0 * means * means + 1.5))
+        # Initial counts: Student's t with ν = 7, which has heavier tails than a Gaussian,
+        #
+        #     64 · (1 + x² / (6σ² + 1.5))^−4,
+        #
+        # for a value x and the mean |code| σ near the middle of each class. The 1.5 keeps the narrowest
+        # classes from being too sure. The power is written as multiplications, because `**` rounds
+        # differently on different machines, and their decoders would disagree.
+        sigmas = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256
+        bell = 1.0 / (1.0 + values[..., None, :] * values[..., None, :] / (6.0 * sigmas * sigmas + 1.5))
         self.counts = np.floor(64.0 * bell * bell * bell * bell).astype(np.int64).reshape(-1, self.size)
-        # As if two rows had come before, with codes of a sixth of the peak.
+        # Start as if two rows had been seen, with a mean |code| of a sixth of the peak.
         self.rows = 2
         self.sums_256ths = np.full(columns, 2 * 256 * peak // 6)
 
     def tables(self) -> tuple[Array, Array, Array]:
-        """For the next row: first entry of each column's table; frequency and first slot of every entry."""
-        # No symbol is impossible: each has one slot; the others are shared out by how often each was seen.
+        """For the next row: first entry of each column's table; frequency and first slot of each entry."""
+        # Each symbol gets one slot, so that none is impossible. The others are divided up by the counts.
         totals = self.counts.sum(1, keepdims=True)
         frequencies = 1 + self.counts * (SLOTS - self.size) // totals
-        # The slots that rounding left go to the most frequent symbol of each table.
+        # The slots left over by rounding go to the most frequent symbol of each table.
         unused = SLOTS - frequencies.sum(1)
         most_frequent = self.counts.argmax(1)
         frequencies[range(len(frequencies)), most_frequent] += unused
@@ -4578,44 +4619,45 @@ class SymbolModel:
         return classes * self.size, flat, flat.cumsum() - flat
 
     def learn(self, table_starts: Array, symbols: Array) -> None:
-        """Count the row that was just coded, by the tables that begin at `table_starts`."""
-        # Counts only grow: old rows count as much as new ones, as weights have no order in time.
+        """Count the row that was just coded with the tables that begin at `table_starts`."""
+        # Counts do not decay, because the rows of a matrix have no order in time.
         seen = np.bincount(table_starts + symbols, minlength=self.counts.size)
         self.counts += seen.reshape(self.counts.shape)
         codes = symbols - self.peak
-        self.sums_256ths += 128 * np.abs(2 * codes + self.trellis.shifts_3C[0])  # 128 are a half step
+        self.sums_256ths += 128 * np.abs(2 * codes + self.trellis.shifts_3C[0])  # half a step is 128
         self.rows += 1
         if self.along_trellis:
             self.trellis.follow(codes)
 
 
 def encode(arrays: list[Array]) -> bytes:
-    """Bytes of integer arrays (rows, columns): int8 codes in ±MAX_CODE, or int16 `half_steps` of such codes.
+    """Encode integer arrays (rows, columns): int8 codes in ±MAX_CODE, or int16 `half_steps` of such codes.
 
-    Symbols go to lanes in turn, each with its own state, so that numpy codes many at once; a lane costs four
-    bytes. The bytes: `peak_byte` of each array, number of lanes, states, words in the order they are read.
+    Symbols go to the lanes in turn. Each lane has its own state, so that numpy codes many at once, and costs
+    four bytes. The result: `peak_byte` of each array, number of lanes, their states, and the words in the
+    order in which they are read.
     """
     lanes = min(16 + sum(array.size for array in arrays) // 16_384, 1024)
 
-    # Forward: frequency and first slot of each symbol, as the decoder will find them.
+    # Forward: the frequency and first slot of each symbol, as the decoder will see them.
     peak_bytes = bytearray()
     coded = []
     for array in arrays:
         codes = array.astype(np.int64)
         kind = 0
         if array.dtype == np.int16:
-            codes >>= 1  # the shift goes: it follows from the codes before
+            codes >>= 1  # drop the shift, which follows from the previous codes
             kind = ALONG_TRELLIS
         peak_bytes.append(kind + np.abs(codes).max(initial=0))
         model = SymbolModel(array.shape[1], peak_bytes[-1])
         for symbols in codes + model.peak:
             table_starts, frequencies, starts = model.tables()
             entries = table_starts + symbols
-            # 16 bits each: all of them wait until the last symbol is known.
+            # 16 bits each, because all of them are kept until the last symbol.
             coded.append((frequencies[entries].astype("u2"), (starts[entries] % SLOTS).astype("u2")))
             model.learn(table_starts, symbols)
 
-    # Backward: rANS decodes last what was coded first.
+    # Backward, because rANS decodes in reverse order.
     states = np.full(lanes, 1 << 16, np.int64)
     words = []
     for row_frequencies, row_starts in reversed(coded):
@@ -4623,13 +4665,13 @@ def encode(arrays: list[Array]) -> bytes:
             frequencies = row_frequencies[left : left + lanes].astype(np.int64)
             starts = row_starts[left : left + lanes]
             state = states[: len(starts)]
-            # Coding multiplies a state by SLOTS / frequency: one that would outgrow 32 bits first gives its
-            # low word away.
+            # Coding multiplies a state by about SLOTS / frequency. If that would exceed 32 bits, first move
+            # its low word to the output.
             outgrows = (state >> 17) >= frequencies
             words.append(state[outgrows].astype("<u2").tobytes())
             state >>= np.where(outgrows, 16, 0)
-            # Floats divide several times as fast, and here exactly: a quotient of 32 bits that is no whole
-            # number is at least 2**-15 away from one.
+            # Float division is several times faster, and exact enough here: a quotient is below 2**32, and at
+            # least 2**-15 away from a whole number if it is not one.
             quotients = (state / frequencies).astype(np.int64)
             state += quotients * (SLOTS - frequencies) + starts
     head = peak_bytes + lanes.to_bytes(2, "little") + states.astype("<u4").tobytes()
@@ -4637,9 +4679,9 @@ def encode(arrays: list[Array]) -> bytes:
 
 
 def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[Array]:
-    """Inverse of `encode`, for arrays of these shapes (rows, columns): int8 codes, or int16 half steps.
+    """Inverse of `encode` for arrays of these shapes (rows, columns): int8 codes, or int16 half steps.
 
-    Raises ValueError where the data end early, late, or in the wrong state.
+    Raises ValueError if the data ends too early, too late, or in the wrong state.
     """
     peak_bytes = data[: len(shapes)]
     rest = data[len(shapes) :]
@@ -4656,11 +4698,11 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[Array]:
             for left in range(0, columns, lanes):
                 first = table_starts[left : left + lanes]
                 state = states[: len(first)]
-                # The low bits of a state name a slot of the column's table, and so the symbol it belongs to.
+                # The low bits of a state are a slot of the column's table, which belongs to one symbol.
                 slots = starts[first] + state % SLOTS
                 entries = starts.searchsorted(slots, side="right") - 1
                 symbols[left : left + lanes] = entries - first
-                # Undo the encoder's step: the states before these symbols.
+                # Undo the encoder's update: the states before these symbols.
                 state[:] = frequencies[entries] * (state // SLOTS) + slots - starts[entries]
                 low = np.flatnonzero(state < 1 << 16)
                 state[low] = (state[low] << 16) + words[used : used + len(low)]
@@ -4674,27 +4716,28 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[Array]:
 
 
 # ============================================================================================================
-# ARTIFACT — a model to bytes and back: code and file together fill ARTIFACT_BYTES_MAX, and never exceed it.
+# ARTIFACT — a model to bytes and back; code and file together fill ARTIFACT_BYTES_MAX and never exceed it.
 # ============================================================================================================
 
 COARSEST_STEP = 2.0  # standard deviations of a row; two thirds of the codes are zero then
-# Small tensors get 8 bits. With this step their largest weight fits into MAX_CODE steps even where rounding
-# the exponent made the scale 2 ** (1 / 16) smaller.
+# Small tensors get 8 bits. With this step, their largest weight is within MAX_CODE steps even if rounding the
+# exponent has made the step smaller by a factor of 2 ** (1 / 16).
 SMALL_STEP = 1 / 120
-# Factors of the configured steps that rate control tries; one notch changes a file of 36 M weights by 2 kB.
+# The factors on all steps that rate control can choose from. Neighbors differ by 2 kB in a file of 36M
+# parameters.
 MULTIPLIERS = 2.0 ** np.arange(-7, 12, 1 / 2048)
 
 
 def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tuple[Any, Any]:
-    """Step of a parameter's codes in spreads of a row, and the number of steps from zero to the clip.
+    """The quantization step of a parameter, in units of a row's spread, and the clip in steps.
 
-    A spread is the standard deviation of a row of a matrix, or the largest weight of a row of a small tensor.
-    multiplier: a factor of the configured step, or an array of them. No step is finer than that of 8 bits,
-    none coarser than COARSEST_STEP unless it is configured so. Small tensors always have 8 bits.
+    The spread is the standard deviation of a matrix row, or the largest |weight| of a small tensor's row.
+    multiplier: factor on the configured step, or an array of factors. The step is never finer than that of 8
+    bits, nor coarser than COARSEST_STEP unless configured so. Small tensors always get 8 bits.
     """
     if not parameter.role:
         return SMALL_STEP, MAX_CODE
-    # As published: a clip and a number of bits; rate control then scales the step.
+    # Clip and bits are as published; rate control then scales the step.
     clip = getattr(config, f"{parameter.role}_clip_sigmas")
     bits = config.embed_bits if parameter.role == "embed" else config.matrix_bits
     configured = clip / (2 ** (bits - 1) - 1)
@@ -4703,10 +4746,10 @@ def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tu
 
 
 def expected_bytes(config: Config, multiplier: Any) -> Any:
-    """About how large the file will be: a thousand bytes, and ½·log2(1 + 2πe/step²) bits per weight.
+    """An estimate of the file size: 1,000 bytes plus ½·log2(1 + 2πe/step²) bits per parameter.
 
-    These bits are about the entropy of a Gaussian value that is rounded with this step, in standard
-    deviations. multiplier: as in `step_and_levels`; an array of them gives an array of sizes.
+    That is roughly the entropy of a standard Gaussian that is rounded with this step. multiplier: as in
+    `step_and_levels`; an array of them gives an array of sizes.
     """
     total = 1000.0
     for parameter in parameter_table(config).values():
@@ -4716,56 +4759,58 @@ def expected_bytes(config: Config, multiplier: Any) -> Any:
     return total
 
 
-def most_weights(coded_bytes: int) -> int:
-    """The weights that a file of so many bytes may hold, whatever its header says: it bounds our memory.
+def max_parameters(coded_bytes: int) -> int:
+    """The most parameters that a file may claim to hold, which bounds the memory that a bad one can take.
 
-    Four million take 16 MiB, and each byte stands for 64 more, an eighth of a bit each. The default has 2.3.
+    4M parameters (16 MiB), and 64 more per byte, which is an eighth of a bit each. The default has 2.3 per
+    byte.
     """
     return (1 << 22) + 64 * coded_bytes
 
 
 def check_size(size_bytes: int, budget: int) -> None:
-    """ArtifactError where a file does not fit into `budget` bytes, which the code leaves for it."""
+    """ArtifactError if a file exceeds `budget`, the bytes that the code leaves of ARTIFACT_BYTES_MAX."""
     if size_bytes > budget:
         raise ArtifactError(
-            f"artifact {size_bytes} bytes, limit {budget} without the code: {size_bytes - budget} bytes too "
-            "many for ARTIFACT_BYTES_MAX; lower MODEL_DIM, raise ARTIFACT_BYTES_MAX or set RATE_CONTROL=1")
+            f"the artifact takes {size_bytes} bytes, but ARTIFACT_BYTES_MAX leaves {budget} for it after the "
+            f"code: {size_bytes - budget} bytes too many; lower MODEL_DIM, raise ARTIFACT_BYTES_MAX or set "
+            "RATE_CONTROL=1")
 
 
 def check_budget(config: Config, budget: int) -> None:
-    """ArtifactError, before a paid training, where the coarsest file is expected to exceed `budget` bytes."""
+    """ArtifactError, before training is paid for, if even the coarsest file should exceed `budget` bytes."""
     coarsest = MULTIPLIERS[-1] if config.rate_control else 1.0
-    # Trained weights are no perfect Gaussians: a file that is expected to be 5 % too large may still fit.
+    # Trained weights are not exactly Gaussian: a file with an estimate 5% too large may still fit.
     check_size(round(expected_bytes(config, coarsest) / 1.05), budget)
 
 
 def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]) -> tuple[bytes, str]:
-    """The file of the finest steps found that fits `budget` bytes, and a note about the search for the log.
+    """Search for the finest steps whose file fits `budget` bytes. Returns the file and a note for the log.
 
-    budget: what ARTIFACT_BYTES_MAX leaves beside the code. make_file: makes the file for a factor of all
-    steps. The straight line through the last two passes (at first through zero), expected against true bytes,
-    leads to the next factor, between those known to be too fine and too coarse. Once a file fits, the search
-    ends after ten passes, or when at most 0.05 % of ARTIFACT_BYTES_MAX is unused. Raises ArtifactError if
-    nothing fits.
+    budget: the bytes that the code leaves of ARTIFACT_BYTES_MAX. make_file: makes the file for a factor on
+    all steps. This is a secant search: a straight line through the last two passes (at first through zero)
+    predicts the estimated size at which the true size is right. It stays between the factors known to be too
+    fine and too coarse. Once a file fits, the search ends after ten passes, or when at most 0.05% of
+    ARTIFACT_BYTES_MAX is unused. Raises ArtifactError if nothing fits.
     """
     multipliers = MULTIPLIERS if config.rate_control else np.ones(1)
-    expected = expected_bytes(config, multipliers)  # falls from the finest to the coarsest
+    expected = expected_bytes(config, multipliers)  # decreasing, from the finest to the coarsest
     enough = budget - 5e-4 * config.artifact_bytes_max
     aim = (budget + enough) / 2
-    finest = 0  # the first factor that is not known to be too fine
-    coarsest = len(multipliers) - 1  # the last one that is not known to fit
+    finest = 0  # index of the first factor that is not known to be too fine
+    coarsest = len(multipliers) - 1  # index of the last one that is not known to fit
     best = b""
     note = ""
     passes = 0
-    wanted = aim  # in expected bytes
+    wanted = aim  # estimated size of the next file
     expected_before = 0.0
     true_before = 0
     while finest <= coarsest and (not best or (len(best) < enough and passes < 10)):
-        # A new factor, inside the open interval.
-        at = int(np.clip(np.searchsorted(-expected, -wanted), finest, coarsest))
+        # The finest factor whose estimate is not above `wanted`, among those that have not been decided.
+        at = int(np.clip(np.count_nonzero(expected > wanted), finest, coarsest))
         data = make_file(multipliers[at])
         passes += 1
-        # Sizes are noisy: two passes close to each other may suggest any slope, so it is bounded.
+        # Sizes are noisy, so two passes close to each other could give any slope: bound it.
         slope = (expected[at] - expected_before) / ((len(data) - true_before) or 1)
         wanted = expected[at] + (aim - len(data)) * np.clip(slope, 0.2, 2.0)
         expected_before = expected[at]
@@ -4788,11 +4833,11 @@ HEAD = struct.Struct("<8s3I")
 def write_artifact(
     model: GPT, config: Config, hessians: Hessians, tokenizer_sha256: str, budget: int
 ) -> tuple[bytes, str]:
-    """Quantize and code a model: a file of at most `budget` bytes, and a line about it for the log.
+    """Quantize and encode a model. Returns a file of at most `budget` bytes and a line for the log.
 
-    With RATE_CONTROL it fills them; without, bits and clips are as given. hessians: of `collect_hessians`;
-    none: all weights are rounded to nearest. tokenizer_sha256: scoring compares it with its tokenizer's.
-    Raises ArtifactError when nothing fits, or weights are not finite.
+    With RATE_CONTROL=1 it fills the budget; with 0, bits and clips are as configured. hessians: from
+    `collect_hessians`; without any, everything is rounded to nearest. tokenizer_sha256: scoring checks its
+    tokenizer against it. Raises ArtifactError if nothing fits, or if weights are not finite.
     """
     table = parameter_table(config)
     header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256,
@@ -4804,18 +4849,18 @@ def write_artifact(
         quantizer = Quantizer(name, weights, table[name], hessians, config)
         quantizers[name] = quantizer
         if quantizer.damping != config.gptq_damping:
-            damped += f" warning: {name} has no inverse Hessian below GPTQ_DAMPING={quantizer.damping:g}"
+            damped += f" warning: {name}: its Hessian was singular below GPTQ_DAMPING={quantizer.damping:g}"
 
     def make_file(multiplier: float) -> bytes:
-        # Codes and exponents of each parameter in turn, then the exponents of columns.
+        # Codes and row exponents of each parameter in turn, then all column exponents.
         arrays = []
-        of_columns = []
+        column_exponents = []
         for name, quantizer in quantizers.items():
             bank = quantizer.quantize(*step_and_levels(table[name], config, multiplier))
             arrays += [bank.codes, bank.exponents]
             if bank.column_exponents is not None:
-                of_columns.append(bank.column_exponents)
-        coded = encode(arrays + of_columns)
+                column_exponents.append(bank.column_exponents)
+        coded = encode(arrays + column_exponents)
         head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
         return head + packed_header + coded
 
@@ -4824,7 +4869,7 @@ def write_artifact(
 
 
 class About(NamedTuple):
-    """The facts about an artifact that do not lie in its model."""
+    """What there is to know about an artifact besides its model."""
 
     config: dict[str, str]  # the model's settings
     tokenizer_sha256: str
@@ -4835,19 +4880,19 @@ class About(NamedTuple):
 def load_artifact(path: Path, data: bytes | None = None, is_ours: bool = False) -> tuple[GPT, About]:
     """The model of an artifact, on the CPU. Nothing in the file is executed.
 
-    data: the bytes of the file, for a process that does not see it; None: they are read. is_ours: this run
-    has just made them. Else memory stays in proportion to their number, by `most_weights`. Raises
-    ArtifactError, and nothing else, whatever the bytes are.
+    data: contents of the file, for a rank that cannot see it; None reads `path`. is_ours: this run has just
+    made the file. A file from elsewhere can only ask for memory in proportion to its size, by
+    `max_parameters`. Raises ArtifactError, and nothing else, whatever the contents are.
     """
     try:
         if data is None:
             if path.exists() and not path.is_file():
-                raise ValueError("not an ordinary file, such as a directory or a pipe")
+                raise ValueError("expected a regular file, got a directory, pipe or device")
             data = path.read_bytes()
         header, banks = read_artifact(data, is_ours)
         model = GPT(ModelSettings.from_values(header["config"]), seed=None)
         for name, weights in model.named_parameters():
-            weights.data.copy_(restore_weights(banks[name], weights.shape))
+            weights.data.copy_(dequantize(banks[name], weights.shape))
             if not weights.isfinite().all():
                 raise ValueError(f"{name} is not finite")
         sha256 = hashlib.sha256(data).hexdigest()
@@ -4859,11 +4904,11 @@ def load_artifact(path: Path, data: bytes | None = None, is_ours: bool = False) 
 def read_artifact(
     data: bytes, is_ours: bool = False
 ) -> tuple[dict[str, Any], dict[str, QuantizedWeights]]:
-    """The header of a file and its parameters in integers. ValueError and others where the bytes are bad."""
+    """The header and the quantized parameters of a file. ValueError and other exceptions if it is bad."""
     if not data.startswith(MAGIC):
-        raise ValueError("no artifact, or made by version 0.5.4 or older: use the train_gpt.py of its run")
+        raise ValueError("not an artifact, or one of version 0.5.4 or older; use the train_gpt.py of its run")
     _, header_bytes, *checksums = HEAD.unpack_from(data)
-    # Nothing is interpreted before it is known to be whole.
+    # Check that the file is intact before interpreting anything.
     packed_header = data[HEAD.size : HEAD.size + header_bytes]
     coded = data[HEAD.size + header_bytes :]
     if checksums != [zlib.crc32(packed_header), zlib.crc32(coded)]:
@@ -4876,29 +4921,29 @@ def read_artifact(
         raise ValueError("tokenizer_sha256 is not a SHA-256")
     settings = ModelSettings.from_values(header["config"])
     if settings.as_env() != header["config"]:
-        raise ValueError("this script has other settings than the file; use the train_gpt.py of its run")
-    # A few bytes in a broken file could ask for any amount of memory.
-    weights = count_parameters(settings)
-    if weights > most_weights(len(coded)) and not is_ours:
-        raise ValueError(f"{weights} weights are more than {len(coded)} bytes can hold")
+        raise ValueError("this script has different settings; use the train_gpt.py of its run")
+    # A bad header could ask for any amount of memory.
+    parameters = count_parameters(settings)
+    if parameters > max_parameters(len(coded)) and not is_ours:
+        raise ValueError(f"{parameters} parameters are more than {len(coded)} bytes can hold")
     table = parameter_table(settings)
     shapes = []
-    of_columns = {}  # shapes of the exponents of columns, by parameter
+    column_shapes = {}  # of column exponents, by parameter
     for name, parameter in table.items():
         matrices, rows, columns = bank_shape(parameter.shape)
         shapes += [(rows, matrices * columns), (rows, matrices)]
         if header["column_steps"] and parameter.role:
-            of_columns[name] = (matrices, columns)
-    arrays = iter(decode(coded, [*shapes, *of_columns.values()]))
+            column_shapes[name] = (matrices, columns)
+    arrays = iter(decode(coded, [*shapes, *column_shapes.values()]))
     banks = {name: QuantizedWeights(next(arrays), next(arrays)) for name in table}
-    for name in of_columns:
+    for name in column_shapes:
         banks[name] = banks[name]._replace(column_exponents=next(arrays))
     return header, banks
 
 
-SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
+SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # each start has its own
 WHERE_A_RUN_WRITES = (*SETTINGS_OF_A_START, "RUNS_DIR")
-# A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
+# The wrapper of a shipped script unpacks its source. It is latin-1, which has a character for every byte.
 WRAPPER = """# coding: latin-1
 SHIPPED_SETTINGS={}
 import bz2,linecache
@@ -4907,16 +4952,16 @@ n=__file__+"~"
 linecache.cache[n]=len(s),None,s.splitlines(True),n
 exec(compile(s,n,"exec"))
 """
-# What the text of a wrapper cannot hold as it is, in the order of replacement. A digit after NUL would
-# belong to its escape. Three quotes, or one more at the end, would end the text.
+# What a wrapper's string literal cannot contain verbatim, in order of replacement. An octal digit after \0
+# would become part of the escape. Three quotes, or one at the very end, would end the literal.
 ESCAPES = {r"\\": r"\\\\", "\r": r"\\r", "\0(?=[0-7])": r"\\x00", "\0": r"\\0", r"'(?=''|\Z)": r"\\'"}
 
 
 
 def shipped_code(source: bytes) -> bytes:
-    """The script in the form that is shipped and counted: packed, without comments and docstrings.
+    """The script as it is shipped and counted: compressed, without comments and docstrings.
 
-    A script that is wrapped already stays as it is.
+    A script that is already wrapped is returned unchanged.
     """
     if source.startswith(WRAPPER.split("{")[0].encode()):
         return source
@@ -4924,8 +4969,8 @@ def shipped_code(source: bytes) -> bytes:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-    # The first = of a line needs no spaces; behind a quote it may be text. On a text of this length bzip2 is
-    # 3 % ahead of LZMA.
+    # The first = of a line needs no spaces around it; after a quote, it may be inside a string. At this size,
+    # the output of bzip2 is 3% smaller than that of LZMA.
     code = re.sub(r"(?m)^([^'\"\n]*?) = ", r"\1=", ast.unparse(tree))
     packed = bz2.compress(code.encode()).decode("latin-1")
     for pattern, escape in ESCAPES.items():
@@ -4934,14 +4979,14 @@ def shipped_code(source: bytes) -> bytes:
 
 
 def with_settings(shipped: bytes, config: Config) -> bytes:
-    """A shipped script with the settings of `config` as its defaults, whatever it had before.
+    """A shipped script with the settings of `config` as its defaults, replacing any it had before.
 
-    All seeds of a record ship one script: SEED, and what belongs to a single start, stay out.
+    SEED and whatever belongs to a single start are left out, so that all seeds of a record ship one script.
     """
     settings = config.overrides()
     for name in (*WHERE_A_RUN_WRITES, "SEED", "FOREIGN_NAMES"):
         settings.pop(name, None)
-    # A value may hold a backslash, which a replacement text would expand.
+    # A function, because backslashes in a replacement string would be expanded.
     return re.sub(rb"(?<=SHIPPED_SETTINGS=).*", lambda _: ascii(settings).encode(), shipped)
 
 
@@ -5520,7 +5565,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
                 answers.append(f"warning: {name}={value} is ignored: the artifact has {name}={its}")
         config = Config.from_values({**config.as_env(), **about.config})
 
-    with run.phase("setup"):
+    with run.phase("preflight"):
         inputs = preflight(config, run, tokenizer_sha256)
         open_run(config, run, inputs, answers)
     trained = Trained()

@@ -96,7 +96,7 @@ del state["muon"]["row_moments"]
 try:
     again.load_state(state)
 except ConfigError as error:
-    assert "the checkpoint has ['momenta'], expected ['momenta', 'row_moments']" in str(error)
+    assert "['momenta'], expected ['momenta', 'row_moments']" in str(error)
 else:
     raise AssertionError("a checkpoint of other states was loaded")
 """,

@@ -47,6 +47,7 @@ def test_a_switch_of_an_ancestor_is_a_note_or_ends_the_run() -> None:
             assert notes_on_environment({name: "0.7"}) == [f"note: {name}=0.7: {answer}"]
         else:
             assert notes_on_environment({name: accepted}) == [f"note: {name}={accepted}: {answer}"]
-            assert f"{name}=7: not a setting of this script: {answer}" in refusal({name: "7"})
+            message = refusal({name: "7"})
+            assert f"{name}=7: " in message and answer in message
             assert notes_on_environment({name: "7"}, name) == []
     assert not ANCESTOR_SWITCHES.keys() & Config().as_env().keys()

@@ -87,7 +87,7 @@ def test_an_epoch_has_all_once(sizes: list[int], seq_len: int, seed: int, shuffl
     all_shards = [train_gpt.Shard(Path(f"{number}"), size) for number, size in enumerate(sizes)]
     config = make_config(train_seq_len=seq_len, seed=seed, shuffle=shuffle)
     if max(sizes) <= seq_len:
-        with pytest.raises(train_gpt.DataError, match=f"holds {seq_len + 1} tokens, TRAIN_SEQ_LEN"):
+        with pytest.raises(train_gpt.DataError, match=rf"holds {seq_len + 1} tokens \(TRAIN_SEQ_LEN"):
             next(train_gpt.shard_visits(config, all_shards, 0))
         return
     expected = [(number, i) for number, size in enumerate(sizes) for i in range((size - 1) // seq_len)]
@@ -335,9 +335,9 @@ def test_a_file_that_changes_during_the_run(tmp_path: Path, fault: str) -> None:
 
 
 @pytest.mark.parametrize("content,message", [
-    (b"", "begins with b'', expected the header of a shard"),
-    (header(20240520, 2, 8) + b"\0" * 16, "version 2 of the format; expected 1"),
-    (header(20240521, 1, 8) + b"\0" * 16, "expected the header of a shard, magic 20240520"),
+    (b"", "begins with b''"),
+    (header(20240520, 2, 8) + b"\0" * 16, "version 2 of the format, expected 1"),
+    (header(20240521, 1, 8) + b"\0" * 16, "magic 20240520"),
     (header(20240520, 1, 8) + b"\0" * 15, "1039 bytes, expected 1040 for the 8 tokens"),
     (header(20240520, 1, 7) + b"\0" * 15, "1039 bytes, expected 1038 for the 7 tokens"),
     (header(20240520, 1, -5), "its header says -5 tokens"),

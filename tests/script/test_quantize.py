@@ -109,7 +109,7 @@ def test_what_is_restored_is_codes_times_scales_of_the_clip() -> None:
         codes = torch.randint(-127, 128, (rows, matrices * columns), generator=random_bits).char()
         exponents = torch.randint(-40, 8, (rows, matrices), generator=random_bits).char()
         quantized = train_gpt.QuantizedWeights(codes.numpy(), exponents.numpy())
-        restored = train_gpt.restore_weights(quantized, shape)
+        restored = train_gpt.dequantize(quantized, shape)
         assert restored.shape == shape and restored.dtype == torch.float32
         restored_NRC = restored.view(matrices, rows, columns)
         for matrix in range(matrices):
@@ -121,7 +121,7 @@ def test_what_is_restored_is_codes_times_scales_of_the_clip() -> None:
 def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[float, float]:
     """Weighted error, and bits of the codes: their entropy column by column."""
     quantized = quantizer_of(weights, hessians, gptq_damping=1e-4, column_steps=power).quantize(0.25, 127.0)
-    restored = train_gpt.restore_weights(quantized, tuple(weights.shape))
+    restored = train_gpt.dequantize(quantized, tuple(weights.shape))
     bits = 0.0
     for column in quantized.codes.T:
         shares = torch.from_numpy(column).int().add(127).bincount().double() / len(column)
@@ -306,4 +306,4 @@ def test_more_damping_is_told_in_the_log(tiny: Config) -> None:
     _, damped = train_gpt.write_artifact(model, tiny, bad, "", 100_000)
     assert damped.count("warning") == 1
     needed = 10 * tiny.gptq_damping
-    assert f"warning: mlp_up_bank has no inverse Hessian below GPTQ_DAMPING={needed:g}" in damped
+    assert "warning: mlp_up_bank" in damped and f"GPTQ_DAMPING={needed:g}" in damped

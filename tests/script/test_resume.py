@@ -42,7 +42,7 @@ def stop_at(lab: Lab, step: int, number: int = signal.SIGTERM, **changes: Any) -
     ended = lab.start(fault=unignored + signal_at_step(step, number), **changes).wait()
     assert ended.status == 128 + number, ended.err
     assert f"stopped by signal {number}; continue with RESUME={ended.directory}\n" in ended.out
-    assert f"signal {number}: ends after the step under way, with a checkpoint" in ended.err, ended.err
+    assert re.search(f"signal {number}, .*with a checkpoint", ended.err), ended.err
     assert re.findall(r"^checkpoint:\S+checkpoint.pt step:(\d)$", ended.out, re.M)[-1] == str(step)
     assert not (ended.directory / "summary.json").exists()
     return ended
@@ -517,8 +517,8 @@ def test_the_second_signal_ends_at_once(lab: Lab) -> None:
     """Both are sent in the middle of a step: after one the step is done and saved, after two nothing is."""
     ended = lab.run(fault=SLOW_CLOCK + signal_at_step(3, signal.SIGTERM, signal.SIGINT))
     assert ended.status == 128 + signal.SIGINT and not (ended.directory / "checkpoint.pt").exists()
-    assert "signal 15: ends after the step under way, with a checkpoint" in ended.err
-    assert ended.err.splitlines()[-1].endswith("in phase train; nothing is saved to continue with")
+    assert re.search("signal 15, .*with a checkpoint", ended.err)
+    assert ended.err.splitlines()[-1].endswith("in phase train; no checkpoint or artifact was saved")
 
 
 def test_a_signal_in_the_last_validation_of_training_is_heard(lab: Lab) -> None:

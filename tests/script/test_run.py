@@ -122,7 +122,7 @@ def test_the_summary_is_true_and_scores_are_per_byte_of_text(finished: Ended, da
     assert shipped.read_bytes() == train_gpt.with_settings(plain, config)
     assert summary["data"]["hashes"]["tokenizer"] == sha256(dataset / "tokenizer.model")
     assert set(summary["losses"]) == {"roundtrip", "sliding_window", "legal_ttt"}
-    assert {"setup", "warmup", "train", "quantize", "reload"} <= set(summary["phases"])
+    assert {"preflight", "init", "warmup", "train", "quantize", "reload"} <= set(summary["phases"])
     assert all(limit["ok"] for limit in summary["limits"].values())
     assert summary["comparable"] is False  # VAL_TOKENS_LIMIT
     total = summary["artifact"]["bytes"] + summary["code"]["bytes_wrapped"]
@@ -323,7 +323,7 @@ def test_what_would_fail_at_the_end_fails_before_the_first_step(
     assert all(one.status == 1 for one in ended)
     told = ended[-1].err.splitlines()
     assert "RuntimeError: a planted fault" in told
-    assert told[-2:] == [f"in phase rehearse_{part}", "nothing is saved to continue with"]
+    assert told[-2:] == [f"in phase rehearse_{part}", "no checkpoint or artifact was saved"]
     assert "warmup_step:" not in ended[0].out
 
 

@@ -159,7 +159,7 @@ def test_a_foreign_name_has_two_ways_out(pair: str, tmp_path: Path) -> None:
     # In a file of settings an unknown name stays an error: nobody else writes there.
     path = tmp_path / "foreign.env"
     path.write_text(f"FOREIGN_NAMES={name}\n{pair}\n")
-    with pytest.raises(ConfigError, match=f"line 2: '{pair}'"):
+    with pytest.raises(ConfigError, match=f"line 2: .*'{pair}'"):
         Config.from_env({"CONFIG": str(path)})
 
 
@@ -223,8 +223,8 @@ def test_files_are_under_the_environment_and_none_is_none(
     ("MATRX_LR=1", "MATRX_LR"), ("PATH=/bin", "PATH"), ("SEED", "SEED"), ("SEED=x", "SEED"),
     ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
     ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
-    ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
-    ("MUON_MIXTURE=0", "MUON_MIXTURE.* needs the train_gpt.py of that run"),
+    ("SEED=1\n\nMATRX_LR=1", "line 3: .*'MATRX_LR=1'.* did you mean .*MATRIX_LR"),
+    ("MUON_MIXTURE=0", "MUON_MIXTURE.* the train_gpt.py of that run"),
 ])  # fmt: skip
 def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.env"

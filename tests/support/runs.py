@@ -55,7 +55,7 @@ def make_run(
         "stream_hash": f"{seed:016x}",
         "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "numpy": "2.4.6", "cuda": None},
         "hardware": {"gpus": [], "cores": 2, "world_size": 1},
-        "phases": {"setup": 1.25, "train": STEPS * STEP_MS / 1e3, "eval_sliding_window": 4.0,
+        "phases": {"preflight": 1.25, "train": STEPS * STEP_MS / 1e3, "eval_sliding_window": 4.0,
                    "eval_legal_ttt": 9.5},
         "steps": STEPS,
         "losses": losses,

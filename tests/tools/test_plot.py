@@ -49,6 +49,7 @@ def test_figure_is_written(tmp_path: Path, tool: Tool) -> None:
     told = json.loads(tool("plot", run, "--out", tmp_path / "plot.svg", "--json"))
     assert (tmp_path / "plot.svg").read_bytes().startswith(b"<?xml")
     assert told["runs"][0]["slow"] == {"shard": 1}
+    assert "1 slow step" in tool("plot", run, "--out", tmp_path / "plot.svg")
     assert ".png or .svg" in tool("plot", run, "--out", tmp_path / "a.gif", status=2)
 
 

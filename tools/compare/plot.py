@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CAUSE_COLOURS = {"start": "tab:purple", "shard": "tab:red", "validation": "tab:green", "other": "tab:gray"}
+# How a slow step's cause is printed.
+CAUSES = {"start": "at the start", "shard": "waiting for data", "validation": "after a validation",
+          "other": "cause unknown"}  # fmt: skip
 BINS = 40
 TITLED_MAX = 6  # runs that the title names
 RANKS = {1: "round trip", 2: "sliding window", 3: "test-time training"}  # of `Final.rank`
@@ -56,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(out)
     for found in statistics_of_runs:
-        slow = ", ".join(f"{count} by {cause}" for cause, count in found["slow"].items()) or "none"
-        print(f"  {found['run']}: median {found['median_ms']} ms per step; slow ones: {slow}")
+        slow = [f"{count} slow step{'s' if count > 1 else ''}, {CAUSES[cause]}"
+                for cause, count in found["slow"].items()]  # fmt: skip
+        print(f"  {found['run']}: median {found['median_ms']} ms/step; {'; '.join(slow) or 'no slow steps'}")
     return 0
 
 
