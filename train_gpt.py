@@ -1,25 +1,44 @@
 """Train, quantize and score a GPT under a hard budget: one file, from token shards to bits per byte.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the 8-GPU run: the defaults
-    CONFIG=configs/cpu_demo.env python train_gpt.py           # the whole job on a laptop
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the 8-GPU run, with the default settings
+    CONFIG=configs/cpu_demo.env python train_gpt.py           # the whole pipeline on a laptop
     EVAL_ONLY=runs/x/model.bin python train_gpt.py            # score an artifact in a fresh process
-    python train_gpt.py --help                                # every variable
+    python train_gpt.py --help                                # list every setting
 
-A run checks what a user can get wrong, compiles, trains for MAX_WALLCLOCK_SECONDS, writes an artifact that,
-with the code, just fits ARTIFACT_BYTES_MAX, and scores what that file gives back. All that it writes lies in
-runs/<RUN_ID>/.
+A run checks its settings and data, compiles, and trains for MAX_WALLCLOCK_SECONDS. Then it quantizes the
+weights into an artifact that fills ARTIFACT_BYTES_MAX together with the code, reads that file back, and
+scores the weights it got. Everything it writes goes to runs/<RUN_ID>/.
 
-The file reads from top to bottom: no section uses anything defined below it.
+Definitions come before use, so the file reads from top to bottom. On a first reading, start at MODEL,
+continue with OPTIMIZER, SCHEDULE, TRAIN and main, and skip the sections marked with a dash:
 
-    SETTINGS · MACHINE · MODEL · KERNELS · OPTIMIZER · SCHEDULE · RUN · TIMING · DATA · EVALUATION
-    QUANTIZE · CODER · ARTIFACT · TRAIN · main
+      SETTINGS      every setting with its default, range and meaning
+    - MACHINE       rank, device and collectives of one process
+      MODEL         parameters, layers, forward pass, loss
+    - KERNELS       Triton kernels and attention packages, each checked before it is used
+      OPTIMIZER     Parallel Muon, AdamW, moving average of the weights
+      SCHEDULE      learning rate, momentum and depth recurrence over the course of a run
+    - ENVIRONMENT   environment variables and CONFIG files to settings
+    - RUN           process group, run directory, log
+    - TIMING        step times and traces
+      DATA          shards, the order of training, the loader
+      EVALUATION    validation set, sliding windows, test-time training (TTT)
+      QUANTIZE      GPTQ and trellis-coded quantization
+    - CODER         the lossless entropy coder
+    - ARTIFACT      the size budget; the model to a file and back
+      TRAIN         warm-up, training loop, checkpoints
+      main          the whole job in order
 
-PR and issue numbers are those of openai/parameter-golf, unless another repository is named; its baseline
-script is called upstream, and log lines keep the words of its lines.
+PR and issue numbers are those of openai/parameter-golf unless another repository is named. Upstream is its
+baseline script; log lines use upstream's words. Ancestors are earlier public entries that configs/pr*.env
+reproduce; code that only they use says so, and a reader of the default can skip it. A visit is one execution
+of a layer: with depth recurrence, some layers are visited several times in a forward pass. Targets are the
+tokens to predict. Progress is the fraction of training that is over, from 0 to 1.
 
-Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads (in weights: all
-their channels), E channels of a head, V vocabulary, L layers, S skips, P parallel layers, W gate channels,
-N anything flattened or batched, R matrix rows, C matrix columns; in KERNELS M, N, K as usual for products.
+Shape suffixes: B rows of a batch, T positions, D model width, F MLP width, H query heads, K key/value heads
+(in parameter names: all their channels), E channels of a head, V vocabulary, L layers, S skips, P parallel
+layers, W gate channels, R matrix rows, C matrix columns, N anything flattened or batched. In KERNELS, M, N
+and K are the sizes of a matmul, as usual.
 """
 
 import ast
@@ -75,37 +94,38 @@ except ModuleNotFoundError as error:
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS, Windows, CPU-only installs: the plain PyTorch twins run instead
+except ImportError:  # macOS, Windows, CPU-only installs: the PyTorch reference implementations run instead
     triton = None
 
-Array = np.ndarray  # on the host; a Tensor may lie on a GPU
+Array = np.ndarray  # always on the host, whereas a Tensor may be on a GPU
 
 # ============================================================================================================
-# SETTINGS — one setting a line; a wrong one is refused by name, before anything starts.
+# SETTINGS — one per line. A wrong value is an error that names the setting, before anything starts.
 # ============================================================================================================
 
 
 class ConfigError(ValueError):
-    """A setting is unknown, mistyped, out of range, or contradicts another one."""
+    """A setting is unknown, malformed, out of range, or contradicts another one."""
 
 
 class DataError(RuntimeError):
-    """A shard or tokenizer is missing, damaged, of another kind, or does not fit; or their loader stalled."""
+    """A shard or tokenizer is missing, damaged, or does not match the run, or the loader stalled."""
 
 
 class ArtifactError(RuntimeError):
-    """An artifact does not fit its budget, or a file is not an artifact that can be trusted."""
+    """An artifact exceeds its budget, or a file is not a valid artifact."""
 
 
-NO_LIMIT = 1e300  # stand-in for "no limit" that still refuses inf and nan
+NO_LIMIT = 1e300  # no upper bound, except that inf and nan are still errors
 
 
 def setting(
     default: Any, meaning: str, low: float = 0, high: float = NO_LIMIT, among: str = "", pattern: str = ".*"
 ) -> Any:
-    """One setting: its default, and its meaning with unit.
+    """One setting: its default, and the meaning, with its unit, that --help prints.
 
-    low, high: the range of a number. among: the choices, separated by spaces. pattern: text must match it.
+    low, high: range of a number, inclusive. among: the choices, separated by spaces. pattern: regular
+    expression that a text must match.
     """
     choices = "0 1" if isinstance(default, bool) else among
     metadata = {"meaning": meaning, "low": low, "high": high, "among": choices.split(), "pattern": pattern}
@@ -113,64 +133,66 @@ def setting(
 
 
 Settings = TypeVar("Settings", bound="ModelSettings")
-Rule = tuple[bool, str]  # whether it holds, and what it expects, in the names of settings
+Rule = tuple[bool, str]  # whether it holds, and what it expects of which settings
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     """The settings that define the model. The artifact stores them.
 
-    In the environment their names are upper case. The class of a setting decides which file stores it:
-    ModelSettings the artifact, TrainingSettings the checkpoint too, Config the run directory alone. A new
-    setting here changes the artifact: load older ones with the script that wrote them. A name without a type
-    is a constant, which nobody sets.
+    The environment variable of a setting has its name in upper case. The class of a setting decides where it
+    is stored: ModelSettings in the artifact, TrainingSettings in the checkpoint, Config in the run directory;
+    each includes the class before it. A new setting in this class changes the artifact, so that only the
+    script that wrote an older artifact can load it. A name without a type annotation is a constant.
     """
 
-    # The text.
-    train_seq_len: int = setting(2048, "tokens of a training sequence", 1, 1 << 20)
-    doc_mask: bool = setting(True, "attention and token shifts stay inside a document")
+    # Input.
+    train_seq_len: int = setting(2048, "tokens per training sequence", 1, 1 << 20)
+    doc_mask: bool = setting(True, "keep attention and token shifts within a document")
     vocab_size: int = setting(8192, "tokens in the vocabulary", 4, 65_536)
     # Size.
-    num_layers: int = setting(11, "blocks that own weights", 1, 256)
+    num_layers: int = setting(11, "layers, repeats by NUM_LOOPS not counted", 1, 256)
     model_dim: int = setting(512, "width of the residual stream", 16)
     num_heads: int = setting(8, "query heads", 1)
-    num_kv_heads: int = setting(4, "key and value heads", 1)
-    mlp_mult: float = setting(4.0, "MLP width / MODEL_DIM", 0.125)
-    leaky_slope: float = setting(0.5, "MLP activation LeakyReLU(slope)²; 0: relu²", 0, 1)
-    # Positions: some channels of each head are rotated, the others compare contents alone.
+    num_kv_heads: int = setting(4, "key/value heads", 1)
+    mlp_mult: float = setting(4.0, "width of the MLP's hidden layer / MODEL_DIM", 0.125)
+    leaky_slope: float = setting(0.5, "MLP activation: LeakyReLU(slope)²; 0: ReLU²", 0, 1)
+    # Positions: rotary embedding on some channels of each head. The other channels do not see positions.
     rope_base = 10_000.0
-    rope_dims: int = setting(16, "rotated dimensions of each head; 0: all")
-    rope_train_seq_len: int = setting(2560, "tokens; longer inputs rescale the base; 0: TRAIN_SEQ_LEN")
-    # Attention, and bounds on deep layers.
-    ln_scale: bool = setting(True, "scale block inputs by 1/sqrt(layer + 1)")
-    qk_gain_init: float = setting(5.25, "initial learned gain of each query head")
-    xsa_last_n: int = setting(11, "number of last layers with XSA")
+    rope_dims: int = setting(16, "channels of each head with rotary embedding; 0: all")
+    rope_train_seq_len: int = setting(2560, "tokens; longer inputs get a larger RoPE base; 0: TRAIN_SEQ_LEN")
+    # Attention, and the scale of deep layers.
+    ln_scale: bool = setting(True, "scale the normalized inputs of a layer by 1/sqrt(layer + 1)")
+    qk_gain_init: float = setting(5.25, "initial value of the learned gain of each query head")
+    xsa_last_n: int = setting(11, "use exclusive self-attention (XSA) in the last N layers")
     sparse_attn_gate_enabled: bool = setting(True, "gate each head by the first 12 channels of its input")
-    gate_window = 12  # channels that feed this gate and the next
-    # The token before, and the skips of the U-Net.
+    gate_window = 12  # channels that feed this gate and the smear gate
+    # Mixing with the previous token, and the skip connections of the U-Net.
     smear_gate_enabled: bool = setting(True, "mix in the previous token's embedding, gated by 12 channels")
-    channel_smear_enabled: bool = setting(False, "mix it in once more, a fixed share per channel (PR #549)")
+    channel_smear_enabled: bool = setting(
+        False, "mix in the previous token again, by a learned share per channel (PR #549)")
     skip_gates_enabled: bool = setting(True, "U-Net skips interpolate; 0: they add")
     # Depth recurrence: some layers run several times with the same weights (PR #1493).
-    num_loops: int = setting(2, "extra passes over LOOP_START..LOOP_END; 0: none", 0, 16)
-    loop_start: int = setting(3, "first looped layer")
-    loop_end: int = setting(5, "last looped layer")
-    enable_looping_at: float = setting(0.35, "progress at which the loop switches on; from 1 on: never")
-    # From this layer on, attention and MLP run in parallel.
+    num_loops: int = setting(2, "extra passes through layers LOOP_START..LOOP_END; 0: no recurrence", 0, 16)
+    loop_start: int = setting(3, "first layer of the loop")
+    loop_end: int = setting(5, "last layer of the loop")
+    enable_looping_at: float = setting(0.35, "progress at which recurrence turns on; 1 or more: never")
+    # Attention and MLP in parallel.
     parallel_start_layer: int = setting(8, "first layer with parallel attention and MLP; -1: none", -1)
-    parallel_mode: str = setting("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
-    # Tables of bigram hashes and value embeddings (PR #549).
-    bigram_vocab_size: int = setting(0, "rows for hashed pairs, added to embeddings; 0: none")
-    bigram_dim: int = setting(128, "width of these rows, projected to MODEL_DIM", 2)
-    ve_enabled: bool = setting(False, "add an embedding of the token to the values of attention")
-    ve_dim: int = setting(128, "width of that embedding, projected to all key heads", 2)
-    ve_layers: str = setting("9,10", "layers that add it, as 9,10", pattern="[0-9]{1,3}(,[0-9]{1,3})*")
-    # Both ends of the model.
-    tie_embeddings: bool = setting(True, "the output head is the input embedding; 0: a matrix of its own")
-    tied_embed_init_std = 0.005  # of that embedding; untied: 1
-    matrix_init: str = setting("orthogonal", "initial block matrices", among="orthogonal uniform")
-    # At most 60: exp(60), summed over a vocabulary, stays below exp(88.7), fp32's largest number.
-    logit_softcap: float = setting(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0, 60)
+    parallel_mode: str = setting(
+        "lanes", "two residual lanes for parallel layers, or one as in GPT-J (PR #1493)", among="lanes gptj")
+    # Only configs/pr549.env and pr785.env: hashed bigrams and value embeddings (PR #549).
+    bigram_vocab_size: int = setting(0, "rows of a table of hashed bigrams, added to embeddings; 0: no table")
+    bigram_dim: int = setting(128, "width of the bigram table, projected to MODEL_DIM", 2)
+    ve_enabled: bool = setting(False, "add an embedding of each token to the values of attention")
+    ve_dim: int = setting(128, "width of the value embedding, projected to all value heads", 2)
+    ve_layers: str = setting("9,10", "layers with a value embedding", pattern="[0-9]{1,3}(,[0-9]{1,3})*")
+    # Embedding, initialization and output.
+    tie_embeddings: bool = setting(True, "use the input embedding as output head; 0: a separate matrix")
+    tied_embed_init_std = 0.005  # of the tied embedding; an untied one has 1
+    matrix_init: str = setting("orthogonal", "initialization of block matrices", among="orthogonal uniform")
+    # At most 60: exp(60) summed over a vocabulary stays below exp(88.7), the largest number in fp32.
+    logit_softcap: float = setting(30.0, "cap logits smoothly by c·tanh(x/c); 0: no cap", 0, 60)
 
     @property
     def head_dim(self) -> int:
@@ -179,7 +201,7 @@ class ModelSettings:
 
     @property
     def kv_dim(self) -> int:
-        """Channels of all key heads together; the value heads have as many."""
+        """Channels of all key heads together, and of all value heads together."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -189,34 +211,34 @@ class ModelSettings:
 
     @property
     def activation_number(self) -> float:
-        """What `activation` gets beside its input, in the model and where a fused form is tried."""
+        """The second argument of `activation`, in the model and when fused kernels are checked."""
         return self.leaky_slope
 
     @property
     def rotated_dims(self) -> int:
-        """Channels of a head that the rotary embedding turns."""
+        """Channels of a head that have rotary embedding."""
         return self.rope_dims or self.head_dim
 
     @property
     def value_layers(self) -> list[int]:
-        """The layers that add a value embedding."""
+        """The layers that add a value embedding; none in the default."""
         return [int(layer) for layer in self.ve_layers.split(",")] if self.ve_enabled else []
 
     def rules(self) -> list[Rule]:
-        """The rules between these settings."""
+        """The rules between these settings. Each text completes the sentence "expected …"."""
         return [
-            (self.model_dim % self.num_heads == 0, "MODEL_DIM as a multiple of NUM_HEADS"),
-            (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS as a multiple of NUM_KV_HEADS"),
-            (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) even"),
+            (self.model_dim % self.num_heads == 0, "MODEL_DIM to be a multiple of NUM_HEADS"),
+            (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS to be a multiple of NUM_KV_HEADS"),
+            (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) to be even"),
             (self.rope_dims <= self.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
             (self.num_loops == 0 or self.loop_start <= self.loop_end < self.num_layers,
              "LOOP_START <= LOOP_END < NUM_LAYERS"),
-            (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE of 2 at least, or 0"),
-            (max(self.value_layers, default=0) < self.num_layers, "VE_LAYERS as numbers < NUM_LAYERS"),
+            (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE to be 0 or at least 2"),
+            (max(self.value_layers, default=0) < self.num_layers, "all VE_LAYERS < NUM_LAYERS"),
         ]
 
     def as_env(self, part: "type[ModelSettings] | None" = None) -> dict[str, str]:
-        """Settings as strings that `from_values` reads back: all, or those of one class."""
+        """Settings as strings that `from_values` reads back: all of them, or those of one class."""
         env = {}
         for spec in fields(part or type(self)):
             value = getattr(self, spec.name)
@@ -225,14 +247,14 @@ class ModelSettings:
 
     @classmethod
     def from_values(cls: type[Settings], values: Mapping[str, str]) -> Settings:
-        """The settings of this class in `values`, over the defaults. ConfigError for a wrong one."""
+        """The settings of this class: defaults, overridden by `values`. ConfigError if one is wrong."""
         given = {}
         for spec in fields(cls):
             name = spec.name.upper()
             if name in values:
                 given[spec.name] = parse_value(name, values[name], spec)
         settings = cls(**given)
-        # A rule names its settings: the message shows their values.
+        # The message shows the value of each setting that the rule names.
         for holds, expected in settings.rules():
             if not holds:
                 named = re.findall(r"[A-Z_]{2,}", expected)
@@ -245,130 +267,146 @@ class ModelSettings:
 class TrainingSettings(ModelSettings):
     """The settings that decide the trained weights. A checkpoint stores them, so a resumed run keeps them."""
 
-    # Which tokens, how many, for how long.
-    seed: int = setting(1337, "initial weights and data order", 0, 2**63 - 1)
-    train_batch_tokens: int = setting(786_432, "tokens; one optimizer step, all ranks together", 1)
+    # Data order, batch size, and length of the run.
+    seed: int = setting(1337, "seed of the initial weights and of the data order", 0, 2**63 - 1)
+    train_batch_tokens: int = setting(786_432, "tokens per optimizer step, over all ranks", 1)
     shuffle: bool = setting(True, "permute shards and sequences by SEED; 0: file order")
-    iterations: int = setting(20_000, "steps; upper bound when a wall clock is set; 0: none")
-    max_wallclock_seconds: float = setting(600.0, "seconds of training with Hessians; 0: ITERATIONS")
-    # Learning rates of the groups of parameters.
-    matrix_lr: float = setting(0.028, "Muon, block matrices")
-    scalar_lr: float = setting(0.02, "AdamW, small tensors")
-    tied_embed_lr: float = setting(0.03, "AdamW, embeddings with TIE_EMBEDDINGS=1")
-    embed_lr: float = setting(0.6, "AdamW, embeddings with TIE_EMBEDDINGS=0")
-    head_lr: float = setting(0.008, "AdamW without decay, the output head with TIE_EMBEDDINGS=0")
-    # Muon, for the matrices.
-    muon_momentum: float = setting(0.97, "final momentum", 0, 0.9999)
-    muon_momentum_warmup_start: float = setting(0.92, "first momentum", 0, 0.9999)
-    muon_momentum_warmup_frac: float = setting(0.3, "progress over which momentum rises", 0, 1)
-    muon_momentum_warmup_steps: int = setting(-1, "steps of that rise; 0: none; -1: fraction", -1)
-    muon_backend_steps: int = setting(5, "Newton-Schulz iterations", 1, 20)
+    iterations: int = setting(20_000, "maximum number of steps; 0: only the time limit ends training")
+    max_wallclock_seconds: float = setting(
+        600.0, "time limit of training, Hessians included, in seconds; 0: none, only ITERATIONS")
+    # Learning rates of the parameter groups.
+    matrix_lr: float = setting(0.028, "learning rate of block matrices (Muon)")
+    scalar_lr: float = setting(0.02, "learning rate of small tensors (AdamW)")
+    tied_embed_lr: float = setting(0.03, "learning rate of embeddings if TIE_EMBEDDINGS=1 (AdamW)")
+    embed_lr: float = setting(0.6, "learning rate of embeddings if TIE_EMBEDDINGS=0 (AdamW)")
+    head_lr: float = setting(
+        0.008, "learning rate of the output head if TIE_EMBEDDINGS=0 (AdamW without weight decay)")
+    # Muon, for block matrices.
+    muon_momentum: float = setting(0.97, "momentum of Muon after its warm-up", 0, 0.9999)
+    muon_momentum_warmup_start: float = setting(0.92, "momentum of Muon at the first step", 0, 0.9999)
+    muon_momentum_warmup_frac: float = setting(0.3, "progress over which the momentum rises", 0, 1)
+    muon_momentum_warmup_steps: int = setting(
+        -1, "the same in steps; 0: no rise; -1: use MUON_MOMENTUM_WARMUP_FRAC", -1)
+    muon_backend_steps: int = setting(5, "Newton-Schulz iterations per update", 1, 20)
     muon_polar_express: bool = setting(True, "Polar Express coefficients; 0: one fixed quintic")
-    muon_row_normalize: bool = setting(True, "normalise rows before orthogonalising")
-    # Weight decay; AdamW, for the rest.
-    muon_wd: float = setting(0.095, "decoupled weight decay of matrices")
+    muon_row_normalize: bool = setting(True, "normalize the rows of an update before orthogonalizing it")
+    # Weight decay, and AdamW for everything else.
+    muon_wd: float = setting(0.095, "decoupled weight decay of block matrices")
     embed_wd: float = setting(0.085, "decoupled weight decay of embeddings")
     adam_wd: float = setting(0.02, "decoupled weight decay of small tensors")
-    beta1: float = setting(0.9, "AdamW", 0, 0.9999)
-    beta2: float = setting(0.99, "AdamW", 0, 0.99999)
+    beta1: float = setting(0.9, "β1 of AdamW", 0, 0.9999)
+    beta2: float = setting(0.99, "β2 of AdamW", 0, 0.99999)
     adam_eps = 1e-8
-    # All of them.
-    grad_clip_norm: float = setting(0.3, "bound on the global gradient norm; 0: none")
-    ema_decay: float = setting(0.9965, "decay per step of the average of weights; 0: none", 0, 0.99999)
-    # The schedule of the learning rates.
-    warmdown_frac: float = setting(0.85, "last part of the run in which learning rates fall", 0, 1)
-    warmdown_iters: int = setting(-1, "steps of that fall, at the mean step time; 0: none; -1: fraction", -1)
-    min_lr: float = setting(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
+    # All parameters.
+    grad_clip_norm: float = setting(0.3, "clip the global gradient norm to this; 0: no clipping")
+    ema_decay: float = setting(0.9965, "decay per step of the weight average (EMA); 0: none", 0, 0.99999)
+    # Learning rate schedule: constant, then linear warm-down.
+    warmdown_frac: float = setting(0.85, "final fraction of training in which learning rates fall", 0, 1)
+    warmdown_iters: int = setting(
+        -1, "the same in steps, at the average step time; 0: no fall; -1: use WARMDOWN_FRAC", -1)
+    min_lr: float = setting(0.1, "lowest learning rate, as a fraction of the full one", 0, 1)
 
 
 @dataclass(frozen=True)
 class Config(TrainingSettings):
-    """All settings. The defaults are the run on 8 GPUs."""
+    """All settings. The defaults are those of the 8-GPU run."""
 
-    # --- the artifact ---
-    artifact_bytes_max: int = setting(16_000_000, "bytes; shipped code and artifact together", 1000)
-    rate_control: bool = setting(True, "scale steps until the budget is full; 0: bits and clips as given")
-    # A step is clip / (2^(bits - 1) - 1) standard deviations. RATE_CONTROL multiplies all steps by one
-    # factor: then only their ratios count, and where weights are clipped.
-    matrix_bits: int = setting(6, "bits of block matrices at their clip", 2, 8)
-    embed_bits: int = setting(7, "bits of embeddings, in the same way", 2, 8)
+    # --- artifact ---
+    artifact_bytes_max: int = setting(16_000_000, "maximum bytes of code and artifact together", 1000)
+    rate_control: bool = setting(
+        True, "scale quantization steps to fill the size budget; 0: use bits and clips as given")
+    # A quantization step is clip / (2^(bits - 1) - 1) standard deviations of a row. RATE_CONTROL scales all
+    # steps by one factor. Then only the ratios of the steps matter, and where weights are clipped.
+    matrix_bits: int = setting(6, "bits per parameter of block matrices, for weights up to their clip", 2, 8)
+    embed_bits: int = setting(7, "bits per parameter of embeddings, for weights up to their clip", 2, 8)
     mlp_clip_sigmas: float = setting(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
-    attn_clip_sigmas: float = setting(13.0, "clip of attention matrices", 0.1)
-    embed_clip_sigmas: float = setting(14.0, "clip of embeddings", 0.1)
-    trellis: bool = setting(True, "codes on two grids half a step apart (TCQ); 0: one grid")
-    column_steps: float = setting(0.5, "power of the GPTQ factor in column steps; 0: one step a row", 0, 1)
-    gptq: bool = setting(True, "round with second-order information; 0: to nearest, all else alike")
-    gptq_damping: float = setting(0.01, "share of the mean diagonal added to Hessians", 1e-6)
-    gptq_calibration_batches: int = setting(64, "micro-batches of training data, all ranks together", 1)
-    gptq_reserve_seconds: float = setting(4.0, "seconds of the clock for Hessians; fewer batches if short")
-    # --- its evaluation ---
-    eval_seq_len: int = setting(2560, "tokens of context; 0: TRAIN_SEQ_LEN")
-    eval_stride: int = setting(64, "targets scored per window; 0: no sliding window")
-    ttt_enabled: bool = setting(True, "score with legal test-time training as well")
-    ttt_mode: str = setting("lora", "train all weights (sgd) or low-rank adapters (lora)", among="sgd lora")
-    # TTT_MODE=sgd: the weights learn from the text chunk by chunk; names and values of PR #549.
-    ttt_lr: float = setting(0.005, "SGD; falls along a cosine over the chunks")
-    ttt_epochs: int = setting(3, "passes over each scored chunk")
-    ttt_momentum = 0.9  # SGD
-    ttt_chunk_tokens: int = setting(32_768, "targets scored before the next update", 1)
-    ttt_batch_seqs: int = setting(32, "sequences of one SGD step, all ranks together", 1)
-    ttt_grad_clip = 1.0  # bound on the gradient norm
-    # TTT_MODE=lora: adapters learn from their document chunk by chunk; names of PR #1855, values of PR #2067.
+    attn_clip_sigmas: float = setting(13.0, "clip of attention matrices, in standard deviations", 0.1)
+    embed_clip_sigmas: float = setting(14.0, "clip of embeddings, in standard deviations", 0.1)
+    trellis: bool = setting(True, "trellis-coded quantization: two grids half a step apart; 0: one grid")
+    column_steps: float = setting(
+        0.5, "exponent of the GPTQ factor in quantization steps per column; 0: one step per row", 0, 1)
+    gptq: bool = setting(True, "round with second-order information; 0: round to nearest, all else equal")
+    gptq_damping: float = setting(0.01, "fraction of a Hessian's mean diagonal that is added to it", 1e-6)
+    gptq_calibration_batches: int = setting(64, "training micro-batches for Hessians, over all ranks", 1)
+    gptq_reserve_seconds: float = setting(
+        4.0, "seconds of the training time limit kept for Hessians; if it is short, fewer batches")
+    # --- evaluation ---
+    eval_seq_len: int = setting(2560, "tokens of context in evaluation; 0: TRAIN_SEQ_LEN")
+    eval_stride: int = setting(64, "targets scored per sliding window; 0: no sliding-window score")
+    ttt_enabled: bool = setting(True, "also score with legal test-time training (TTT)")
+    ttt_mode: str = setting("lora", "TTT of all weights by SGD, or of low-rank adapters", among="sgd lora")
+    # TTT_MODE=sgd: all weights learn, chunk by chunk. Names and values of PR #549. Only configs/pr549.env,
+    # pr785.env and pr1493.env.
+    ttt_lr: float = setting(0.005, "TTT_MODE=sgd: learning rate; cosine decay over the chunks")
+    ttt_epochs: int = setting(3, "TTT_MODE=sgd: passes over each scored chunk")
+    ttt_momentum = 0.9
+    ttt_chunk_tokens: int = setting(32_768, "TTT_MODE=sgd: targets scored between updates", 1)
+    ttt_batch_seqs: int = setting(32, "TTT_MODE=sgd: sequences per SGD step, over all ranks", 1)
+    ttt_grad_clip = 1.0
+    # TTT_MODE=lora: each document has adapters, which learn from it chunk by chunk. Names of PR #1855, values
+    # of PR #2067.
     ttt_lora_targets: str = setting(
-        "q,k,v,o,mlp,head", "modules with adapters: projections, attention, MLP, output head",
+        "q,k,v,o,mlp,head", "TTT_MODE=lora: modules with adapters; o and mlp: around attention and MLP",
         pattern="(q|k|v|o|mlp|head)(,(q|k|v|o|mlp|head))*")  # fmt: skip
-    ttt_lora_rank: int = setting(224, "rank of an adapter", 1)
-    ttt_lora_alpha: float = setting(144.0, "an adapter's output is scaled by this over TTT_LORA_RANK")
-    ttt_lora_lr: float = setting(6.1e-5, "AdamW, adapters")
-    ttt_beta2 = 0.99  # AdamW, adapters, like the next one; β1 is 0
+    ttt_lora_rank: int = setting(224, "TTT_MODE=lora: rank of an adapter", 1)
+    ttt_lora_alpha: float = setting(144.0, "TTT_MODE=lora: α in the scale α / TTT_LORA_RANK of outputs")
+    ttt_lora_lr: float = setting(6.1e-5, "TTT_MODE=lora: learning rate of AdamW")
+    ttt_beta2 = 0.99  # of AdamW for adapters; β1 is 0
     ttt_weight_decay = 0.5
-    ttt_chunk_size: int = setting(48, "targets of a document scored before the next step of its adapters", 1)
-    ttt_batch_size: int = setting(0, "documents side by side on one rank; 0: rows of a micro-batch")
-    # --- the data and their way to the device ---
+    ttt_chunk_size: int = setting(48, "TTT_MODE=lora: targets of a document scored between updates", 1)
+    ttt_batch_size: int = setting(
+        0, "TTT_MODE=lora: documents per batch of one rank; 0: as many as a micro-batch holds")
+    # --- data ---
     data_path: str = setting("data/datasets/fineweb10B_sp8192_lossless_caps_caseops_v1_reserved",
-                             "folder of fineweb_{train,val}_*.bin shards")  # fmt: skip
+                             "directory of fineweb_{train,val}_*.bin shards")  # fmt: skip
     tokenizer_path: str = setting("data/tokenizers/fineweb_8192_bpe_lossless_caps_caseops_v1_reserved.model",
-                                  "their SentencePiece model")  # fmt: skip
-    micro_batch_tokens: int = setting(98_304, "tokens; one forward pass of one rank; bounds memory", 1)
-    train_prefetch: bool = setting(True, "read and stage batches in threads; 0: the plain synchronous path")
-    train_prefetch_queue: int = setting(2, "batches staged ahead of the step", 1, 1024)
-    train_copy_stream: bool = setting(True, "copy batches to the GPU on a stream of their own")
-    val_prefetch: bool = setting(True, "copy validation to the device before scoring; 0: batch by batch")
-    val_tokens_limit: int = setting(0, "targets; score only the first ones: NOT comparable; 0: all")
-    # --- the run ---
-    run_id: str = setting("", "plain name of the run directory; empty: date, time and seed",
+                                  "SentencePiece model of these shards")  # fmt: skip
+    micro_batch_tokens: int = setting(98_304, "tokens per forward pass of one rank; bounds memory", 1)
+    train_prefetch: bool = setting(True, "load batches in background threads; 0: synchronously")
+    train_prefetch_queue: int = setting(2, "batches loaded ahead of the current step", 1, 1024)
+    train_copy_stream: bool = setting(True, "copy batches to the GPU on a separate CUDA stream")
+    val_prefetch: bool = setting(True, "copy all validation tokens to the device at once; 0: batch by batch")
+    val_tokens_limit: int = setting(0, "score only the first N targets: NOT comparable; 0: score all")
+    # --- run ---
+    run_id: str = setting("", "name of the run directory; empty: date, time and seed",
                           pattern=r"|[^./\\][^/\\]{0,199}")  # fmt: skip
-    runs_dir: str = setting("runs", "folder that holds the run directories")
-    max_eval_seconds: float = setting(600.0, "seconds of the score that ranks; it may learn less; 0: none")
+    runs_dir: str = setting("runs", "directory that holds the run directories")
+    max_eval_seconds: float = setting(
+        600.0, "time limit of the headline score in seconds; TTT stops early to meet it; 0: none")
     warmup_steps: int = setting(
-        20, "untimed steps that compile each graph, after a rehearsal of the end; undone; 0: none", 0, 1000)
-    train_log_every: int = setting(50, "steps between train lines, after the first ten; 0: no train lines")
-    val_loss_every: int = setting(0, "steps between validations, first and last; 0: none")
-    val_batch_size: int = setting(524_288, "tokens scored at once by eight ranks together", 1)
-    val_progress_log_every: int = setting(10, "seconds between progress lines of a score; 0: none")
-    training_timing_breakdown: bool = setting(False, "print where the milliseconds of a step go")
-    training_timing_every: int = setting(200, "steps between those lines; the first ten are printed too", 1)
-    trace_steps: str = setting("", "A:B; trace steps A to B - 1, of 1 …, for ui.perfetto.dev; empty: none",
+        20, "untimed steps that compile each graph, after a dry run of the evaluation; undone; 0: neither",
+        0, 1000)
+    train_log_every: int = setting(50, "steps between train log lines, after the first ten; 0: none")
+    val_loss_every: int = setting(0, "steps between validations, besides the first and last; 0: none at all")
+    val_batch_size: int = setting(524_288, "tokens per validation batch of 8 ranks; each rank scores 1/8", 1)
+    val_progress_log_every: int = setting(10, "seconds between progress lines while scoring; 0: none")
+    training_timing_breakdown: bool = setting(False, "print where the time of a training step goes")
+    training_timing_every: int = setting(200, "steps between timing lines, after the first ten", 1)
+    trace_steps: str = setting("", "A:B traces steps A to B - 1 for ui.perfetto.dev; the first step is 1",
                                pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
-    profile_steps: str = setting("", "A:B; as TRACE_STEPS, with torch.profiler's trace beside; empty: none",
+    profile_steps: str = setting("", "A:B like TRACE_STEPS, plus a trace by torch.profiler",
                                  pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
-    device: str = setting("auto", "where to run", among="auto cpu cuda")
-    cpu_threads: int = setting(0, "threads of torch on the CPU; 0: its own number", 0, 1024)
-    compile: str = setting("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
+    device: str = setting("auto", "device to run on; auto: CUDA if there is a GPU", among="auto cpu cuda")
+    cpu_threads: int = setting(0, "CPU threads of torch; 0: torch's default", 0, 1024)
+    compile: str = setting("auto", "use torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = setting(
-        "auto", "activations; auto: where fast; float32 is TF32 in products of GPUs that have it",
+        "auto", "dtype of activations; auto: bfloat16 where it is fast; float32 uses TF32 on a GPU if it can",
         among="auto float32 bfloat16")  # fmt: skip
-    attention: str = setting("auto", "kernel; auto: the first that passes", among="auto fa3 varlen fa2 sdpa")
-    fused_mlp: str = setting("auto", "Triton MLP; auto: CUDA in bf16, if right and fast", among="auto 0 1")
-    fused_heads: str = setting("auto", "Triton norm, rotary, XSA; auto: CUDA if it passes", among="auto 0 1")
+    attention: str = setting(
+        "auto", "attention kernel; auto: the first that passes its check", among="auto fa3 varlen fa2 sdpa")
+    fused_mlp: str = setting(
+        "auto", "Triton MLP; auto: on CUDA in bfloat16, if correct and faster", among="auto 0 1")
+    fused_heads: str = setting(
+        "auto", "Triton QK norm, rotary and XSA; auto: on CUDA, if correct", among="auto 0 1")
     checkpoint_every_seconds: float = setting(
-        0.0, "seconds between checkpoints; 0: on a signal, and on a GPU at the end of training")
-    resume: str = setting("", "continue the unfinished run in this directory")
-    resume_other_code: bool = setting(False, "let RESUME go on with another script than the run's; recorded")
-    save_float: bool = setting(False, "write the weights before quantization too, as final_model.pt")
-    eval_only: str = setting("", "score this artifact instead of training")
-    foreign_names: str = setting("", "variables of other programs, as A,B, whose names resemble settings",
-                                 pattern="[A-Za-z0-9_, ]*")  # fmt: skip
+        0.0, "seconds between checkpoints; 0: only on a signal and, on a GPU, at the end of training")
+    resume: str = setting("", "directory of an unfinished run to continue")
+    resume_other_code: bool = setting(False, "allow RESUME with a script other than the run's (recorded)")
+    save_float: bool = setting(False, "also save the weights before quantization, as final_model.pt")
+    eval_only: str = setting("", "artifact to score instead of training")
+    foreign_names: str = setting(
+        "", "variables of other programs, as A,B, to ignore although they resemble settings",
+        pattern="[A-Za-z0-9_, ]*")  # fmt: skip
 
     @property
     def eval_length(self) -> int:
@@ -377,30 +415,36 @@ class Config(TrainingSettings):
 
     @property
     def val_pass_tokens(self) -> int:
-        """Tokens of one scoring pass of one rank.
+        """Tokens that one rank scores in one forward pass.
 
-        Upstream splits VAL_BATCH_SIZE over ranks and micro-steps, whose product is always eight. So does this
-        script, on any number of ranks.
+        Upstream divides VAL_BATCH_SIZE by ranks · micro-steps, which is always 8 there. This script divides
+        by 8 for any number of ranks.
         """
         return max(1, self.val_batch_size // 8)
 
     @property
     def lora_targets(self) -> list[str]:
-        """The modules that have adapters with TTT_MODE=lora."""
+        """The modules that have adapters in TTT_MODE=lora."""
         return self.ttt_lora_targets.split(",")
 
     @property
     def lora_scale_root(self) -> float:
-        """A and B have the root of an adapter's scale each."""
+        """The square root of α/r, the factor of an adapter's output α/r · B A x.
+
+        Instead of multiplying outputs, each of the two matrices absorbs one root. A is initialized, and both
+        are updated by AdamW, at √(α/r) times the scale: the initial bound of A and the learning rate have
+        this factor. B starts at zero.
+        """
         return math.sqrt(self.ttt_lora_alpha / self.ttt_lora_rank)
 
     most_documents_at_once = 96
 
     def documents_at_once(self, longest: int) -> int:
-        """Documents of up to `longest` targets that learn side by side on one rank.
+        """How many documents of up to `longest` targets one rank trains adapters for in one batch.
 
-        By default as many as a micro-batch has tokens for, windows being EVAL_SEQ_LEN long at most; but no
-        more than `most_documents_at_once` for being short: the adapters of each take memory, too.
+        TTT_BATCH_SIZE if it is set. Otherwise as many windows of EVAL_SEQ_LEN as a micro-batch has tokens
+        for; more if the documents are shorter, but at most `most_documents_at_once`, because the adapters of
+        each document take memory too.
         """
         if self.ttt_batch_size:
             return self.ttt_batch_size
@@ -410,7 +454,7 @@ class Config(TrainingSettings):
 
     @property
     def traced_steps(self) -> range:
-        """The steps of TRACE_STEPS or PROFILE_STEPS; the first step of a run is 1."""
+        """The steps of TRACE_STEPS or PROFILE_STEPS, counted from 1."""
         first, _, after = (self.trace_steps or self.profile_steps or "0:0").partition(":")
         return range(int(first), int(after))
 
@@ -425,32 +469,32 @@ class Config(TrainingSettings):
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
             (ttt_mode != "sgd" or chunk_fits,
-             "TTT_CHUNK_TOKENS >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN), and a multiple of EVAL_STRIDE, which is "
-             "above 0, for TTT_MODE=sgd"),
+             "for TTT_MODE=sgd: EVAL_STRIDE > 0, TTT_CHUNK_TOKENS >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN), and "
+             "TTT_CHUNK_TOKENS to be a multiple of EVAL_STRIDE"),
             (ttt_mode != "lora" or self.ttt_chunk_size <= self.eval_length,
-             "TTT_CHUNK_SIZE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_MODE=lora"),
+             "for TTT_MODE=lora: TTT_CHUNK_SIZE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
             (not self.gptq or clock == 0 or self.gptq_reserve_seconds < clock,
              "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
-            (not self.trace_steps or not self.profile_steps, "either TRACE_STEPS or PROFILE_STEPS"),
+            (not self.trace_steps or not self.profile_steps, "only one of TRACE_STEPS and PROFILE_STEPS"),
             (not window or len(self.traced_steps) > 0, "TRACE_STEPS or PROFILE_STEPS as A:B with A < B"),
-            (not self.resume or not self.eval_only, "either RESUME or EVAL_ONLY"),
+            (not self.resume or not self.eval_only, "only one of RESUME and EVAL_ONLY"),
         ]  # fmt: skip
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Config":
-        """Settings from `environ`, over the file that it names as CONFIG, over the defaults. ConfigError.
+        """Defaults, overridden by the file that CONFIG names, overridden by `environ`. Raises ConfigError.
 
-        Reading them is the business of ENVIRONMENT below: the one place where a section looks down.
+        This is the one place that uses a function defined in a later section, ENVIRONMENT.
         """
         return cls.from_values(read_settings(environ))
 
     def overrides(self) -> dict[str, str]:
-        """The settings that differ from their default, as strings, in the order of their names."""
+        """The settings that differ from their defaults, as strings, sorted by name."""
         return dict(sorted(self.as_env().items() - Config().as_env().items()))
 
 
 def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
-    """The value of one variable in its field's type. ConfigError says which values are expected."""
+    """The value of one variable in the type of its field. ConfigError names the values that are expected."""
     kind: Any = type(spec.default)
     limits = spec.metadata
     choices = limits["among"]
@@ -470,7 +514,7 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
             fits = limits["low"] <= value <= limits["high"]
         except ValueError:
             fits = False
-    # A file of KEY=VALUE lines must be able to hold every value.
+    # Printable, because config.env stores every value on one line.
     if not fits or not text.isprintable():
         way_out = "" if text else f"; unset it to get the default, {spec.default}"
         raise ConfigError(f"{name}={text!r}: expected {expected}; {limits['meaning']}{way_out}")
@@ -478,7 +522,7 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
 
 
 # ============================================================================================================
-# MACHINE — one process: its rank, its device, its peers.
+# MACHINE — one process: its rank, its device, and collectives with its peers.
 # ============================================================================================================
 
 
@@ -487,12 +531,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Machine:
-    """Where this process computes and who its peers are: the one place that knows a rank."""
+    """Where this process computes, and collectives with the other ranks. The rest of the file asks it."""
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
-    dtype: torch.dtype = torch.float32  # of activations: bfloat16 where matrix units take it
+    dtype: torch.dtype = torch.float32  # of activations; bfloat16 where the hardware is fast at it
     compiled: bool = False
 
     @property
@@ -502,39 +546,40 @@ class Machine:
 
     @property
     def device_name(self) -> str:
-        """What the device is called: a GPU by its name, a CPU by the instructions that torch uses there."""
+        """The name of the GPU, or the architecture and instruction set that torch uses on this CPU."""
         if self.on_gpu:
             return torch.cuda.get_device_name(self.device)
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} CPU"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled where that is wanted: as one graph, as a break would cost more than we gain.
+        """The function, compiled into one graph if COMPILE asks for it. A graph break is an error.
 
-        Only marked sizes may change. With dynamic=True settings would not be constants, which kernels need.
+        dynamic=False: only sizes marked as dynamic may change. With True, settings would not be constants in
+        the graph, as the kernels require.
         """
         if not self.compiled:
             return function
-        # Torch 2.11 can fuse sums over rows with sums over columns. At the looped graph that ends in an
-        # AssertionError. Torch 2.9 has no such option.
+        # Torch 2.11 can fuse reductions over rows with reductions over columns, which fails with an
+        # AssertionError on the looped graph. Torch 2.9 does not have this option.
         fusions = torch._inductor.config.triton
         if hasattr(fusions, "mix_order_reduction"):
             fusions.mix_order_reduction = False
         return torch.compile(function, dynamic=False, fullgraph=True)
 
     def wait(self) -> None:
-        """Wait until the device has finished what it was given."""
+        """Wait until the device has finished all submitted work."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order; all ranks call it together."""
+        """The values of all ranks, in rank order. Collective: all ranks must call it."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def add_up(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over the ranks; all ranks call it together."""
+        """Replace a tensor by its sum over the ranks. Collective: all ranks must call it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
 
