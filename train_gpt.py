@@ -585,45 +585,47 @@ class Machine:
 
 
 # ============================================================================================================
-# MODEL — weights live in banks, one 3-D parameter per shape; one block serves training, scoring, calibration.
+# MODEL — the matrices of all layers are in 3-D banks; one forward pass trains, scores and calibrates.
 # ============================================================================================================
 
-BOS_ID = 1  # begins every document, in all of the challenge's tokenizers
+BOS_ID = 1  # begins every document, in all tokenizers of the challenge
 
-# --- parameters: one table says how each is initialised, optimised and quantized ---
+# --- parameters: one table says how each is initialized, optimized and quantized ---
 
 
 class Parameter(NamedTuple):
-    """Everything that the rest of the file knows about one parameter."""
+    """How one parameter is initialized, optimized and quantized."""
 
-    # Row i of the first axis belongs to layer i (or to use i). Muon needs three axes: a bank of matrices,
-    # their rows, their columns.
+    # Row i of the first axis belongs to layer i (or to use i). Muon takes parameters with three axes: a bank
+    # of matrices, their rows, their columns.
     shape: tuple[int, ...]
-    # The first weights: a constant (a list fills the last axis), or normal with standard deviation `std`.
-    # Then the first `random_matrices` of a bank are drawn as MATRIX_INIT says.
+    # Initial weights: a constant (a list fills the last axis), or normal with standard deviation `std`. Then
+    # the first `random_matrices` matrices of a bank are drawn by MATRIX_INIT.
     constant: float | list[float] = 0.0
     std: float = 0.0
     random_matrices: int = 0
-    # muon: MATRIX_LR and MUON_WD. scalar: SCALAR_LR and ADAM_WD. embedding: TIED_EMBED_LR and EMBED_WD; a
-    # table of the vocabulary, used as a whole. head: HEAD_LR; such a table that only TIE_EMBEDDINGS=0 has.
+    # muon: MATRIX_LR and MUON_WD. scalar: SCALAR_LR and ADAM_WD. embedding: TIED_EMBED_LR and EMBED_WD, for a
+    # table with a row per token. head: HEAD_LR, for the output head that only TIE_EMBEDDINGS=0 has.
     optimizer: str = "scalar"
-    # The group of quantization: attn, mlp or embed, with the *_CLIP_SIGMAS of that name, and EMBED_BITS or
-    # MATRIX_BITS. Empty: a small tensor, always 8 bits.
-    role: str = ""
-    # The inputs of its matrices, by the names given to `observe`: matrix i of a bank has the Hessian
-    # (name, i). With two names the second half counts from 0 again. Without a name GPTQ rounds to nearest.
+    # attn or mlp: MATRIX_BITS and the *_CLIP_SIGMAS of that name. embed: EMBED_BITS and EMBED_CLIP_SIGMAS.
+    # Empty: a small tensor, always 8 bits.
+    quantize_as: str = ""
+    # What its matrices multiply, by the names passed to `observe`: GPTQ rounds matrix i of a bank with the
+    # Hessian (name, i). A bank with two names holds two matrices per layer, and its second half counts from 0
+    # again: with 11 layers, matrix 11 + i of `qo_bank` has the Hessian ("attn_out", i). Without a name, GPTQ
+    # rounds to nearest.
     inputs: tuple[str, ...] = ()
 
 
 def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
-    """Every parameter of the model by name, in the order in which they are stored.
+    """Every parameter of the model by name, in the order in which the artifact stores them.
 
-    A line here initialises, optimises, quantizes, stores and checkpoints a parameter. Layers read it as
-    `weights[name][layer]`.
+    An entry is all it takes to initialize, optimize, quantize, store and checkpoint a parameter. Layers read
+    it as `weights[name][layer]`.
 
     Names end in their axes, except those of banks. `qo_bank` holds all query matrices, then all output
-    matrices. `kv_bank` holds all keys, then all values. The other banks hold one matrix a layer. Output and
-    down matrices write to the residual stream and start at zero.
+    matrices. `kv_bank` holds all key matrices, then all value matrices. The other banks hold one matrix per
+    layer. Output and down matrices write to the residual stream and start at zero.
     """
     layers = c.num_layers
     width = c.model_dim
@@ -632,20 +634,20 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     table = {
         "token_embedding_VD": Parameter(
             (c.vocab_size, width), std=c.tied_embed_init_std,
-            optimizer="embedding", role="embed", inputs=("hidden",)),
-        **older_tables(c),
+            optimizer="embedding", quantize_as="embed", inputs=("hidden",)),
+        **ancestor_tables(c),  # none in the default
         "qo_bank": Parameter(
             (2 * layers, width, width), random_matrices=layers,
-            optimizer="muon", role="attn", inputs=("attn_in", "attn_out")),
+            optimizer="muon", quantize_as="attn", inputs=("attn_in", "attn_out")),
         "kv_bank": Parameter(
             (2 * layers, c.kv_dim, width), random_matrices=2 * layers,
-            optimizer="muon", role="attn", inputs=("attn_in", "attn_in")),
+            optimizer="muon", quantize_as="attn", inputs=("attn_in", "attn_in")),
         "mlp_up_bank": Parameter(
             (layers, c.mlp_dim, width), random_matrices=layers,
-            optimizer="muon", role="mlp", inputs=("mlp_in",)),
+            optimizer="muon", quantize_as="mlp", inputs=("mlp_in",)),
         "mlp_down_bank": Parameter(
             (layers, width, c.mlp_dim),
-            optimizer="muon", role="mlp", inputs=("mlp_hidden",)),
+            optimizer="muon", quantize_as="mlp", inputs=("mlp_hidden",)),
         "attn_scale_LD": Parameter((layers, width), 1.0),
         "mlp_scale_LD": Parameter((layers, width), 1.0),
         "resid_keep_LD": Parameter((layers, width), 1.0),
@@ -661,42 +663,47 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     if c.smear_gate_enabled:
         table["smear_gate_1W"] = Parameter((1, c.gate_window))
         table["smear_scale_1"] = Parameter((1,))
-    table.update(older_vectors(c))
+    table.update(ancestor_vectors(c))  # none in the default
     if lane_layers:
-        # For each of the two lanes: how much it keeps of itself, of attention's output, of the MLP's.
+        # For each of the two lanes: the weights of the lane itself, of attention's output and of the MLP's.
         table["lane_mix_P23"] = Parameter((lane_layers, 2, 3), [1.1, 1.0, 1.0])
     return table
 
 
 def count_parameters(c: ModelSettings) -> int:
-    """How many weights the model has."""
+    """The number of parameters of the model."""
     return sum(math.prod(parameter.shape) for parameter in parameter_table(c).values())
 
 
 def visit_order(c: ModelSettings, looping: bool) -> list[int]:
-    """The layers in the order they run; the first half are the U-Net's encoder (PR #1493)."""
+    """The layers in the order in which they run; the first half is the encoder of the U-Net (PR #1493).
+
+    looping: whether recurrence is on. With the default settings the order is then
+    0 1 2 3 4 5 3 4 | 5 3 4 5 6 7 8 9 10, where | separates encoder and decoder.
+    """
     layers = list(range(c.num_layers))
-    if looping and c.num_loops > 0:  # LOOP_START and LOOP_END have no meaning without extra passes
+    if looping and c.num_loops > 0:  # without extra passes, LOOP_START and LOOP_END are not checked
         first = c.loop_start
         after = c.loop_end + 1
-        # The looped layers follow one another as a group, not each by itself.
+        # The loop repeats as a group: 3 4 5 3 4 5, not 3 3 4 4 5 5.
         layers = layers[:first] + layers[first:after] * (c.num_loops + 1) + layers[after:]
     return layers
 
 
 def is_parallel(layer: int, mode: str, c: ModelSettings) -> bool:
-    """Whether attention and MLP of a layer read side by side, in this PARALLEL_MODE.
+    """Whether attention and MLP of a layer run in parallel, in this PARALLEL_MODE.
 
-    lanes: each reads a residual lane of its own (PR #1529). gptj: both read the same one (PR #1493).
+    lanes: each reads a residual stream of its own, called a lane (PR #1529). gptj: both read the same
+    residual stream (PR #1493).
     """
     return c.parallel_mode == mode and 0 <= c.parallel_start_layer <= layer
 
 
-# --- plain forms: the mathematics of a layer; KERNELS has faster twins of some ---
+# --- reference implementations of the parts of a layer; KERNELS has faster implementations of some ---
 
-Operation = Callable[..., Tensor]  # of a layer: a plain form, or its faster twin
-RMS_NORM_EPS = 2.0**-23  # the same for every version of torch
-XSA_MIN_SQUARE = 1e-24  # of a value's length: nothing is divided by zero
+Operation = Callable[..., Tensor]  # any implementation of one part of a layer
+RMS_NORM_EPS = 2.0**-23  # explicit, because torch's default depends on its version
+XSA_MIN_SQUARE = 1e-24  # least squared length of a value, to avoid a division by zero
 
 
 def rms_norm(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -708,27 +715,29 @@ def rms_norm(x: Tensor, scale: float = 1.0) -> Tensor:
 def rotary_table(length: int, c: ModelSettings, device: torch.device = CPU, longest: int = 0) -> Tensor:
     """Cosines and sines (2, T, 1, rotated/2). Inputs longer than in training get a larger base (PR #549).
 
-    longest: tokens of the longest input that shares this base; 0: `length`.
+    longest: tokens of the longest input that shares this base, so that all of them see the same angles;
+    0: `length`.
     """
     rotated = c.rotated_dims
     base = c.rope_base
     trained_length = c.rope_train_seq_len or c.train_seq_len
-    # The slowest pair of channels slows down by the whole stretch: its angles stay within those of training.
-    # The fastest pair keeps its speed. All inputs up to TRAIN_SEQ_LEN have the same base.
+    # NTK-aware scaling: the slowest channel pair slows down by the whole stretch, so that its angles stay in
+    # the range of training, and the fastest keeps its speed. All inputs up to TRAIN_SEQ_LEN share one base.
     stretch = max(longest or length, c.train_seq_len) / trained_length
     if stretch > 1 and rotated > 2:
         base *= stretch ** (rotated / (rotated - 2))
     exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
-    # In float64: angles of thousands of radians lose digits in fp32.
+    # In float64, because fp32 loses digits at angles of thousands of radians.
     positions_T11 = torch.arange(length, dtype=torch.float64, device=device)[:, None, None]
     angles = positions_T11 * base ** (-exponents)
     return torch.stack([angles.cos(), angles.sin()]).float()
 
 
 def rotate(x_BTHE: Tensor, rotary: Tensor) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) of the first channels of each head; the others pass unchanged.
+    """Apply rotary embedding (arXiv 2104.09864) to the first channels of each head, (B, T, heads, E).
 
-    rotary: a `rotary_table`. The first half of the rotated channels pairs with the second half.
+    rotary: a `rotary_table`. Channel i of the first half of the rotated channels pairs with channel i of the
+    second half.
     """
     cos, sin = rotary
     half = cos.size(-1)
@@ -737,19 +746,19 @@ def rotate(x_BTHE: Tensor, rotary: Tensor) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """The input of attention, (B, T, heads, E). Keys and values may come once for each query head, too."""
+    """The input of attention, (B, T, heads, E). Keys and values may be repeated for every query head."""
 
     q_BTHE: Tensor
     k_BTKE: Tensor
     v_BTKE: Tensor
-    own_BTKE: Tensor  # the values once more, for XSA: the gradients of the two uses stay apart
+    own_BTKE: Tensor  # the values again, for XSA: a kernel gets the gradients of the two uses separately
 
 
 def heads_plain(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
-    """Split projected inputs into the query, key and value heads of attention.
+    """Split the projection into query, key and value heads, with QK norm and rotary embedding.
 
-    Normalised queries and keys have cosines as products; the learned gain of each query head sharpens them.
-    The heads N are the H query heads, then the key heads, then as many value heads.
+    The heads N are H query heads, then K key heads, then K value heads. After QK norm, attention scores are
+    cosines; a learned gain per query head sharpens them.
     """
     key_heads = (qkv_BTNE.size(2) - len(gain_H)) // 2
     q_BTHE, k_BTKE, v_BTKE = qkv_BTNE.split([len(gain_H), key_heads, key_heads], dim=2)
@@ -759,7 +768,7 @@ def heads_plain(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
 
 
 def repeat_heads(x_BTKE: Tensor, like_BTHE: Tensor) -> Tensor:
-    """Keys or values, each head as often as it takes to have as many as the other tensor."""
+    """Keys or values, each head repeated so that there is one for every head of the other tensor."""
     if x_BTKE.size(2) == like_BTHE.size(2):
         return x_BTKE
     return x_BTKE.repeat_interleave(like_BTHE.size(2) // x_BTKE.size(2), 2)
@@ -768,12 +777,12 @@ def repeat_heads(x_BTKE: Tensor, like_BTHE: Tensor) -> Tensor:
 def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
     """torch's attention, (B, T, H, E). mask: (B, 1, T, T), true where a query sees a key; None: causal."""
     if mask is not None and q_BTHE.is_cuda:
-        # torch's fast kernels with a mask do not support grouped heads.
+        # The fast kernels of torch that take a mask do not support grouped heads.
         k_BTKE = repeat_heads(k_BTKE, q_BTHE)
         v_BTKE = repeat_heads(v_BTKE, q_BTHE)
     dtype = q_BTHE.dtype
     if not q_BTHE.is_cuda and dtype == torch.bfloat16:
-        # The backward pass of torch's attention takes twice as long in bfloat16 on a CPU as in fp32.
+        # On a CPU the backward pass of torch's attention takes twice as long in bfloat16 as in fp32.
         q_BTHE, k_BTKE, v_BTKE = q_BTHE.float(), k_BTKE.float(), v_BTKE.float()
     y_BHTE = F.scaled_dot_product_attention(
         q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2),
@@ -787,31 +796,32 @@ def attention_documents(
 ) -> Tensor | None:
     """The last argument of `attend`: a mask for torch's attention, `document_starts` for all others.
 
-    starts: None if they are not known yet. one_a_row: each row is one document, which needs no mask.
+    starts: `document_starts` on the device, or None to find them here. one_a_row: each row is a single
+    document, so torch's attention takes no mask.
     """
     if attend is not attention_sdpa:
         return starts_on_device(ids_BT, c) if starts is None else starts
     if one_a_row or not c.doc_mask:
         return None
-    # Tokens of one document share its number. Nobody sees a later token.
+    # Number the documents of a row: a query sees the keys with its own number, up to its own position.
     document_BT = (ids_BT == BOS_ID).cumsum(1)
     same_B1TT = document_BT[:, None, :, None] == document_BT[:, None, None]
     return same_B1TT.tril()
 
 
 def gated(y_BTHE: Tensor, *gate: Tensor) -> Tensor:
-    """Each head times its gate. gate: some channels of the layer's input, and weights; or nothing."""
+    """Multiply each head by its gate. gate: some channels of the layer's input and their weights, or none."""
     if not gate:
         return y_BTHE
-    # 0.5 makes the sigmoid less steep (PR #1855).
+    # The factor 0.5 makes the sigmoid less steep (PR #1855).
     return y_BTHE * torch.sigmoid(0.5 * F.linear(*gate))[..., None]
 
 
 def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
-    """Exclusive self attention: each head loses its component along its own token's value, then is `gated`.
+    """Exclusive self-attention (XSA; Zhai, arXiv 2603.09078; with grouped heads: PR #265), then `gated`.
 
-    The component is (y·v / v·v) v, with sums at least in fp32. (Zhai, arXiv 2603.09078; with grouped heads:
-    PR #265.)
+    Remove from the output y of each head its component along the value v of the same token,
+    (y·v / v·v) v. Sums are at least in fp32.
     """
     wide = torch.promote_types(y_BTHE.dtype, torch.float32)
     y_BTKGE = y_BTHE.unflatten(2, (v_BTKE.size(2), -1))
@@ -823,22 +833,22 @@ def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
 
 
 def activation(x: Tensor, slope: float) -> Tensor:
-    """LeakyReLU(slope)², the MLP's activation (PR #493); slope 0 is relu². Calibration reads it from here."""
+    """The activation of the MLP, LeakyReLU(slope)² (PR #493); slope 0 is ReLU²."""
     return F.leaky_relu(x, slope).square()
 
 
 def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float) -> Tensor:
-    """x_ND plus the MLP of `rms_norm(x_ND, scale)`, (N, D); the three tensors have one dtype."""
+    """x_ND plus the MLP of `rms_norm(x_ND, scale)`, (N, D). The three tensors have the same dtype."""
     return x_ND + F.linear(activation(F.linear(rms_norm(x_ND, scale), up_FD), slope), down_DF)
 
 
-def token_before(x_BTD: Tensor) -> Tensor:
-    """For each token the vector of the one before it in its row; zero for the first."""
+def previous_token(x_BTD: Tensor) -> Tensor:
+    """For each token, the vector of the previous token in its row; zero for the first."""
     return F.pad(x_BTD[:, :-1], (0, 0, 1, 0))
 
 
 class Ops(NamedTuple):
-    """The operations that KERNELS may replace; the defaults are the plain forms above."""
+    """The implementations that the model calls. KERNELS may replace these reference implementations."""
 
     attend: Operation = attention_sdpa
     mlp: Operation = mlp_plain
@@ -849,21 +859,24 @@ class Ops(NamedTuple):
 # --- adapters of test-time training ---
 
 
-# An adapter adds B A x to an output, with matrices of its own for each row of a batch (arXiv 2106.09685).
-# q, k and v belong to projections. o and mlp go around attention and MLP as a whole, from the input of the
-# branch to its output (PR #1530). head belongs to the logits.
-# The adapters of one visit come in groups that read the same x: "attention" (q, k, v and o), "mlp", "head".
-# A group has the A of all its names one below the other, (rows, names · rank, channels of x), and by name
-# its B, (rows, channels of the output, rank).
+# An adapter adds B A x to an output (LoRA, arXiv 2106.09685), with separate matrices A and B for each row of
+# the batch. q, k and v adapt projections. o and mlp bypass attention and MLP as a whole, from the input of
+# the branch to its output (PR #1530). head adapts the logits.
+#
+# Adapters of a visit that read the same x form a group: "attention" (q, k, v, o), "mlp" or "head". A group
+# has one tensor with the A matrices of all its adapters stacked, and one B per adapter. For rank r and
+# TTT_LORA_TARGETS=q,v,mlp, for example, the adapters of a visit are
+#   {"attention": (A of shape (B, 2r, D), {"q": B of shape (B, D, r), "v": B of shape (B, kv_dim, r)}),
+#    "mlp": (A of shape (B, r, D), {"mlp": B of shape (B, D, r)})}
 Adapters = dict[str, tuple[Tensor, dict[str, Tensor]]]
 
 
 def low_rank(x_BTI: Tensor, adapters: Adapters, group: str) -> dict[str, Tensor]:
-    """The outputs (B, T, O) of a group's adapters for x, by name; empty without adapters."""
+    """The output B A x, (B, T, O), of each adapter in a group, by name; empty without adapters."""
     if group not in adapters:
         return {}
     a_BRI, b_of_name = adapters[group]
-    # One product reads x for all of them, and one makes its gradient.
+    # Stacked, the A matrices of a group take one matmul, and so does the gradient of x.
     inner_BTR = (x_BTI @ a_BRI.mT).chunk(len(b_of_name), dim=-1)
     return {name: inner @ b_of_name[name].mT for name, inner in zip(b_of_name, inner_BTR, strict=True)}
 
@@ -872,33 +885,33 @@ def low_rank(x_BTI: Tensor, adapters: Adapters, group: str) -> dict[str, Tensor]
 
 # Parameters by name, each split along its first axis, in the dtype of the activations.
 WeightRows = dict[str, tuple[Tensor, ...]]
-# Called with (name of the input, layer, values) where matrices multiply them: calibration sums x xᵀ.
+# Called with (name, layer, x) for the input x of every matrix: calibration sums x xᵀ.
 Observer = Callable[[str, int, Tensor], None]
 
 
 class Context(NamedTuple):
-    """Computed once in a forward pass and shared by all visits. Put values made of the ids here."""
+    """Computed once per forward pass and shared by all layers. Anything derived from the ids goes here."""
 
     weights: WeightRows
-    x0_BTD: Tensor  # the embeddings: every block may mix them in again
+    x0_BTD: Tensor  # the embeddings, which every layer can mix in again
     rotary: Tensor
     documents: Tensor | None  # of `attention_documents`
     observe: Observer | None
-    values_BTK: Tensor | None  # an embedding of each token for all value heads, only with VE_ENABLED
+    values_BTK: Tensor | None  # value embeddings, only with VE_ENABLED (configs/pr549.env and pr785.env)
 
 
 class GPT(nn.Module):
-    """The model. Parameters are fp32 masters, drawn from (SEED, name) and cast to `compute_dtype` at use."""
+    """The model. Parameters are kept in fp32 and cast to `compute_dtype` at use."""
 
     def __init__(self, settings: ModelSettings, seed: int | None) -> None:
-        """seed: of the first weights; None: they come from elsewhere, and nothing is drawn."""
+        """seed: of the initial weights; None leaves them uninitialized, to be loaded."""
         super().__init__()
         self.settings = settings
-        # `ready_model` of KERNELS sets these three.
+        # `ready_model` in KERNELS sets these three.
         self.machine = Machine()
         self.compute_dtype = torch.float32
         self.ops = Ops()
-        # Tables of the vocabulary are used as a whole. Layers read everything else row by row.
+        # Layers read their parameters row by row; embedding tables and the output head are used whole.
         self.row_names = []
         for name, parameter in parameter_table(settings).items():
             weights = torch.empty(parameter.shape)
@@ -914,12 +927,12 @@ class GPT(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Hidden states (B, T, D) after the last norm.
 
-        starts: `document_starts`, found here if not given. looping: run the NUM_LOOPS extra passes.
-        observe: called with the inputs of all matrices, for calibration.
+        starts: `document_starts` on the device, found here if not given. looping: run the NUM_LOOPS extra
+        passes. observe: called with the inputs of all matrices, for calibration.
 
-        Two hooks serve test-time training. adapters: those of each visit, in the order of the visits; each
-        row is then one document. longest: as in `rotary_table`. Without test-time training read `adapters`
-        as [{}], and `longest` as 0.
+        The other two arguments are for test-time training; on a first reading, take `adapters` as empty.
+        adapters: one entry per visit, in order; each row of the batch is then a single document.
+        longest: as in `rotary_table`.
         """
         c = self.settings
         layers = visit_order(c, looping)
@@ -936,41 +949,41 @@ class GPT(nn.Module):
         )  # fmt: skip
         adapters = adapters or [{}] * len(layers)
 
-        # A U-Net. The encoder keeps the first lane after each visit. Each visit of the decoder gets one of
-        # them back, the last one first.
+        # A lane is a residual stream: there is one, or two from PARALLEL_START_LAYER on. The layers form a
+        # U-Net: encoder visits push their first lane on a stack, decoder visits pop one, last in, first out.
         lanes = [context.x0_BTD]
-        kept: list[Tensor] = []
+        skips: list[Tensor] = []
         for visit, layer in enumerate(layers):
-            # As many lanes as the layer reads: a loop may lead from layers with two back to one with one.
-            lanes = [lanes[0], lanes[-1]] if is_parallel(layer, "lanes", c) else [join(lanes)]
+            # As many lanes as this layer reads: a loop can lead from a layer with two back to one with one.
+            lanes = [lanes[0], lanes[-1]] if is_parallel(layer, "lanes", c) else [merge_lanes(lanes)]
             keep = weights["resid_keep_LD"][layer]
-            decoded = visit - len(layers) // 2
-            if decoded >= 0 and kept:
-                lanes[0], x = self._add_skip(lanes[0], kept.pop(), keep, decoded, weights)
+            decoder_visit = visit - len(layers) // 2  # negative in the encoder
+            if decoder_visit >= 0 and skips:
+                lanes[0], x = self._add_skip(lanes[0], skips.pop(), keep, decoder_visit, weights)
             else:
                 x = keep * lanes[0]
-            # Attention reads the first lane, with some of the embeddings mixed in again.
+            # Attention reads the first lane, scaled by `keep`, with a share of the embeddings mixed in again.
             x = torch.addcmul(x, weights["resid_inject_LD"][layer], context.x0_BTD)
             lanes = self._block(layer, x, lanes, context, adapters[visit])
-            if decoded < 0:
-                kept.append(lanes[0])
+            if decoder_visit < 0:
+                skips.append(lanes[0])
 
-        hidden = rms_norm(join(lanes))
+        hidden = rms_norm(merge_lanes(lanes))
         if observe is not None:
             observe("hidden", 0, hidden)
         return hidden
 
     def _add_skip(
-        self, lane: Tensor, skip: Tensor, keep: Tensor, decoded: int, weights: WeightRows
+        self, lane: Tensor, skip: Tensor, keep: Tensor, decoder_visit: int, weights: WeightRows
     ) -> tuple[Tensor, Tensor]:
-        """A lane with a skip of the U-Net, and `keep` times it, both (B, T, D).
+        """The lane with a skip connection added, and `keep` times that sum, both (B, T, D).
 
-        decoded: the number of the decoder's visit. The second is multiplied out: so the backward pass needs a
-        copy of the first only where it goes on.
+        `keep` times the sum is computed from the inputs, not from the sum, so that the backward pass does not
+        have to store the sum.
         """
-        skip_weight = weights["skip_weight_SD"][decoded]
-        if self.settings.skip_gates_enabled:  # mix them by a learned share (PR #1493)
-            share = weights["skip_gate_SD"][decoded].sigmoid()
+        skip_weight = weights["skip_weight_SD"][decoder_visit]
+        if self.settings.skip_gates_enabled:  # interpolate by a learned share (PR #1493)
+            share = weights["skip_gate_SD"][decoder_visit].sigmoid()
             skip_weight = (1.0 - share) * skip_weight
             x = keep * share * lane
             lane = share * lane
@@ -980,30 +993,30 @@ class GPT(nn.Module):
         return torch.addcmul(lane, skip_weight, skip), x
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Scores (N, V) of every next token, before the softcap."""
+        """Logits (N, V) of the next token, before the softcap."""
         head = "token_embedding_VD" if self.settings.tie_embeddings else "output_head_VD"
         return F.linear(hidden_ND, self.get_parameter(head).to(hidden_ND.dtype))
 
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor, added_NV: Tensor | None = None) -> Tensor:
-        """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap).
+        """Loss (N,) in nats of each target, at least in fp32: cross-entropy of softcap·tanh(logits/softcap).
 
-        added_NV: the output of an adapter of the head. LOGIT_SOFTCAP=0: cross-entropy of the logits.
+        added_NV: the output of the head's adapter. LOGIT_SOFTCAP=0: cross-entropy of the logits themselves.
         """
         logits_NV = self.logits(hidden_ND)
         if added_NV is not None:
             logits_NV = logits_NV + added_NV
-        # A sum over the vocabulary needs more digits than bfloat16 has.
+        # Sums over the vocabulary take fp32.
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         softcap = self.settings.logit_softcap
         if not softcap:
             return F.cross_entropy(logits_NV, targets_N, reduction="none")
         if logits_NV.is_cuda:
-            # The same tanh: a GPU has an instruction for the power in a sigmoid, and makes a tanh of thirty.
+            # tanh(x) = 2 sigmoid(2x) - 1. On a GPU tanh takes about thirty instructions, exp in sigmoid one.
             bounded_NV = 2 * torch.sigmoid(2 / softcap * logits_NV) - 1
         else:
             bounded_NV = torch.tanh(logits_NV / softcap)
-        # Powers of bounded scores cannot overflow, so no pass looks for the largest one first. A GPU computes
-        # powers of two faster than those of e, hence bits.
+        # Bounded logits cannot overflow, so the softmax does not have to subtract the maximum first. In bits
+        # rather than nats, because exp2 is faster than exp on a GPU.
         nats_of_bit = math.log(2)
         bits_NV = softcap / nats_of_bit * bounded_NV
         bits_N = bits_NV.exp2().sum(1).log2() + F.nll_loss(bits_NV, targets_N, reduction="none")
@@ -1012,90 +1025,90 @@ class GPT(nn.Module):
     def loss(
         self, inputs_BT: Tensor, targets_BT: Tensor, starts: Tensor | None = None, looping: bool = True
     ) -> Tensor:
-        """Mean loss of a batch in nats per token: training minimises it."""
+        """Mean loss of a batch in nats per token, which training minimizes."""
         hidden_BTD = self(inputs_BT, starts, looping)
         return self.loss_per_token(hidden_BTD.flatten(0, 1), targets_BT.flatten()).mean()
 
     def look_up(self, name: str, rows_BT: Tensor) -> Tensor:
-        """Rows of a table of the vocabulary, (B, T, C), in the dtype of the activations."""
+        """Rows of an embedding table, (B, T, C), in the dtype of the activations."""
         return F.embedding(rows_BT, self.get_parameter(name)).to(self.compute_dtype)
 
     def _weights_by_row(self) -> WeightRows:
-        """All parameters but the tables, split along the first axis; made once for all visits of a row."""
+        """The parameters that layers read, cast and split along the first axis, once per forward pass."""
         whole: dict[str, Tensor] = {name: self.get_parameter(name) for name in self.row_names}
         queries, outputs = whole.pop("qo_bank").chunk(2)
         keys, values = whole.pop("kv_bank").chunk(2)
-        # One product makes queries, keys and values: it reads the activations once, and so do its gradients.
+        # One matmul for queries, keys and values reads the activations once, and so do its gradients.
         whole["qkv"] = torch.cat([queries, keys, values], dim=1)
-        # Scale the rows of the matrix instead of the activations: fewer products, same output.
+        # Scaling the rows of a matrix gives the same output as scaling activations, with fewer operations.
         whole["attn_out"] = whole.pop("attn_scale_LD")[:, :, None] * outputs
         whole["mlp_down"] = whole.pop("mlp_scale_LD")[:, :, None] * whole.pop("mlp_down_bank")
         if "attn_gate_LHW" in whole:
-            # A GPU multiplies whole groups of eight channels: the gate reads some more, with weights of zero.
+            # GPU matmuls work on groups of eight channels: pad the gate with zero weights to a multiple.
             gates_LHW = whole.pop("attn_gate_LHW")
             more = min(-gates_LHW.size(2) % 8, self.settings.model_dim - gates_LHW.size(2))
             whole["attn_gate"] = F.pad(gates_LHW, (0, more))
         return {name: weights.to(self.compute_dtype).unbind(0) for name, weights in whole.items()}
 
     def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
-        """Normalised embeddings (B, T, D), each mixed with the one before it."""
+        """Normalized embeddings (B, T, D), each mixed with the previous token's."""
         c = self.settings
         x = self.look_up("token_embedding_VD", inputs_BT)
-        if c.bigram_vocab_size:
+        if c.bigram_vocab_size:  # only configs/pr549.env and pr785.env
             x = x + table_rows(
                 self, bigram_rows(inputs_BT, c), weights,
                 "bigram_table_RC", "bigram_projection_1DC", "bigram_scale_1")  # fmt: skip
         if c.smear_gate_enabled:
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ weights["smear_gate_1W"][0])
-            # Nothing crosses the start of a document (PR #1851). A shut gate costs less than a zeroed vector.
+            # Nothing crosses the start of a document (PR #1851). Closing the gate is cheaper than zeroing the
+            # previous token's vector.
             if c.doc_mask:
                 gate_BT = gate_BT.masked_fill(inputs_BT == BOS_ID, 0.0)
             gate_BT = gate_BT * weights["smear_scale_1"][0]
-            x = torch.addcmul(x, gate_BT[..., None], token_before(x))
+            x = torch.addcmul(x, gate_BT[..., None], previous_token(x))
         x = rms_norm(x)
-        if c.channel_smear_enabled:
+        if c.channel_smear_enabled:  # only configs/pr549.env and pr785.env
             x = channel_smear(x, inputs_BT, weights, c)
         return x
 
     def _block(
         self, layer: int, x: Tensor, lanes: list[Tensor], context: Context, adapters: Adapters
     ) -> list[Tensor]:
-        """One visit of one layer: one residual lane, or from PARALLEL_START_LAYER on two (PR #1529).
+        """One visit of a layer: its new lanes, one or, from PARALLEL_START_LAYER on, two (PR #1529).
 
-        x: what attention reads, (B, T, D).
+        x: the input of attention, (B, T, D). lanes: one or two residual streams, (B, T, D) each.
         """
         c = self.settings
         scale = (layer + 1) ** -0.5 if c.ln_scale else 1.0
-        side_by_side = is_parallel(layer, "gptj", c)  # only configs/pr1493.env
+        gptj = is_parallel(layer, "gptj", c)  # only configs/pr1493.env
 
-        attended = self._attention(layer, rms_norm(x, scale), context, adapters)
+        attn_out = self._attention(layer, rms_norm(x, scale), context, adapters)
 
-        # The MLP reads the second lane if there is one, else the sum that attention wrote to.
+        # The MLP reads the second lane if there is one, otherwise the residual stream after attention.
         if len(lanes) == 2:
-            mlp_reads = lanes[1]
-        elif side_by_side:
-            mlp_reads = x
+            mlp_in = lanes[1]
+        elif gptj:
+            mlp_in = x
         else:
-            mlp_reads = x + attended
-        mlp_sum = self._mlp(layer, mlp_reads, scale, context, adapters)
+            mlp_in = x + attn_out
+        mlp_sum = self._mlp(layer, mlp_in, scale, context, adapters)
 
-        if side_by_side:
-            return [mlp_sum + attended]
+        if gptj:
+            return [mlp_sum + attn_out]
         if len(lanes) == 1:
             return [mlp_sum]
-        # Each lane keeps a learned share of itself and adds shares of both outputs.
+        # Each lane is a learned combination of itself and the two outputs.
         mixed = []
-        written = mlp_sum - mlp_reads
+        mlp_out = mlp_sum - mlp_in
         mix_23 = context.weights["lane_mix_P23"][layer - c.parallel_start_layer]
         for lane, (keep, from_attention, from_mlp) in zip(lanes, mix_23, strict=True):
-            mixed.append(keep * lane + from_attention * attended + from_mlp * written)
+            mixed.append(keep * lane + from_attention * attn_out + from_mlp * mlp_out)
         return mixed
 
     def _attention(self, layer: int, x_BTD: Tensor, context: Context, adapters: Adapters) -> Tensor:
-        """The output of attention, (B, T, D)."""
+        """The output of attention for its normalized input, both (B, T, D)."""
         c = self.settings
         w = context.weights
-        # Project the input to queries, keys and values, and split them into heads.
         qkv_BTR = F.linear(x_BTD, w["qkv"][layer])
         added = low_rank(x_BTD, adapters, "attention")
         if added:
@@ -1106,7 +1119,7 @@ class GPT(nn.Module):
             qkv_BTR = torch.cat(parts, dim=-1)
         qkv_BTNE = qkv_BTR.unflatten(-1, (-1, c.head_dim))
         heads = self.ops.heads(qkv_BTNE, w["qk_gain_LH"][layer], context.rotary)
-        if context.values_BTK is not None and layer in c.value_layers:  # only configs/pr549.env (PR #549)
+        if context.values_BTK is not None and layer in c.value_layers:  # only configs/pr549.env and pr785.env
             scale = w["value_layer_scale_N"][c.value_layers.index(layer)]
             v_BTKE = heads.own_BTKE + (scale * context.values_BTK).unflatten(-1, (c.num_kv_heads, -1))
             heads = Heads(heads.q_BTHE, heads.k_BTKE, repeat_heads(v_BTKE, heads.k_BTKE), v_BTKE)
@@ -1121,7 +1134,6 @@ class GPT(nn.Module):
         else:
             y_BTHE = gated(y_BTHE, *gate)
 
-        # Join the heads and project them back.
         y_BTD = y_BTHE.flatten(2)
         if context.observe is not None:
             context.observe("attn_in", layer, x_BTD)
@@ -1132,7 +1144,7 @@ class GPT(nn.Module):
     def _mlp(
         self, layer: int, x_BTD: Tensor, scale: float, context: Context, adapters: Adapters
     ) -> Tensor:
-        """x plus the output of norm and MLP, (B, T, D); adapters and calibration read behind the norm."""
+        """x plus the MLP of its norm, (B, T, D). Adapters and calibration read x after the norm."""
         slope = self.settings.activation_number
         up_FD = context.weights["mlp_up_bank"][layer]
         down_DF = context.weights["mlp_down"][layer]
@@ -1140,38 +1152,42 @@ class GPT(nn.Module):
         if context.observe is not None or "mlp" in adapters:
             x_BTD = rms_norm(x_BTD, scale)
         if context.observe is not None:
-            # A fused kernel keeps its hidden values to itself: calibration computes them again.
+            # A fused kernel does not return its hidden values, so calibration computes them again.
             context.observe("mlp_in", layer, x_BTD)
             context.observe("mlp_hidden", layer, activation(F.linear(x_BTD, up_FD), slope))
         added = low_rank(x_BTD, adapters, "mlp")
         return y_BTD + added["mlp"] if added else y_BTD
 
 
-def join(lanes: list[Tensor]) -> Tensor:
-    """One lane out of one or two: their mean."""
+def merge_lanes(lanes: list[Tensor]) -> Tensor:
+    """The mean of one or two lanes."""
     if len(lanes) == 1:
         return lanes[0]
     return (lanes[0] + lanes[1]) / 2
 
 
 def build_model(config: Config) -> GPT:
-    """The model of a run with its first weights, on the CPU.
+    """The model of a run with its initial weights, on the CPU.
 
-    It has the settings that the artifact stores, and no others: if it needs more, its first step fails.
+    It gets only the settings that the artifact stores: a model that reads any other setting fails at its
+    first step, not after training, when the artifact is loaded.
     """
     return GPT(ModelSettings.from_values(config.as_env()), config.seed)
 
 
-# --- the first weights ---
+# --- initial weights ---
 
 
 def generator_of(text: str) -> torch.Generator:
-    """Random numbers that depend on the text alone: its CRC-32 is the same on every machine."""
+    """A random generator seeded by a text. CRC-32 makes the seed the same on every machine."""
     return torch.Generator().manual_seed(zlib.crc32(text.encode()))
 
 
 def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int) -> Tensor:
-    """The first weights of a parameter. They depend on seed and name alone: no feature changes another's."""
+    """The initial weights of a parameter. They depend only on the seed and the name of the parameter.
+
+    So a new parameter does not change the initial weights of the others.
+    """
     generator = generator_of(f"{seed} {name}")
     weights = torch.empty(parameter.shape).copy_(torch.tensor(parameter.constant))
     if parameter.std:
@@ -1179,26 +1195,27 @@ def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int
     for matrix in weights[: parameter.random_matrices]:
         if c.matrix_init == "orthogonal":
             nn.init.orthogonal_(matrix, generator=generator)
-        else:  # torch's own for a linear layer: ±1 / sqrt(inputs)
+        else:  # the default of nn.Linear: uniform within ±1 / sqrt(inputs)
             nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
     return weights
 
 
-# --- documents: where they begin, and how the device learns it ---
+# --- where documents begin, on the host and on the device ---
+
 
 def document_starts(inputs_BT: Array, c: ModelSettings) -> Array:
-    """Where rows and, with DOC_MASK, documents begin in the flattened inputs, then B T; int32, all different.
+    """The cu_seqlens of varlen attention: where sequences begin in the flattened inputs, and B·T; int32.
 
-    Varlen attention reads them as its cu_seqlens.
+    A sequence is a row or, with DOC_MASK, a document within a row.
     """
     begins_BT = (inputs_BT == BOS_ID) & c.doc_mask
-    # Nothing attends across rows. A row that begins with a document counts once: no document is empty.
+    # Every row begins a sequence, but only one if it begins with BOS: no sequence is empty.
     begins_BT[:, 0] = True
     return np.append(np.flatnonzero(begins_BT), inputs_BT.size).astype(np.int32)
 
 
 def to_device(array: Array, device: torch.device) -> Tensor:
-    """The array as a tensor on the device. The host does not wait for a GPU that is still at work."""
+    """The array as a tensor on the device. The host does not wait for the copy."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -1206,38 +1223,41 @@ def to_device(array: Array, device: torch.device) -> Tensor:
 
 
 def starts_to_device(host_starts: Array, device: torch.device) -> Tensor:
-    """The `document_starts` of a batch on the device, for compiled code."""
+    """The `document_starts` of a batch as a tensor on the device, for compiled code."""
     starts = to_device(host_starts, device)
-    torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
+    torch._dynamo.mark_dynamic(starts, 0)  # otherwise every number of documents compiles a new graph
     return starts
 
 
 def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
-    """The `document_starts` of ids on a device. It waits for the device, which compiled code cannot."""
+    """The `document_starts` of ids that are on a device. Not for compiled code: it waits for the device."""
     return starts_to_device(document_starts(ids_BT.cpu().numpy(), c), ids_BT.device)
 
 
-# --- only configs/pr549.env and older: bigrams, value embeddings, channel smear, an untied head ---
+# --- ancestors only, none of it in the default ---
+#
+# Hashed bigrams, value embeddings and channel smear: configs/pr549.env and pr785.env. An untied output head:
+# TIE_EMBEDDINGS=0, an option of upstream that no config sets.
 
 
-def older_tables(c: ModelSettings) -> dict[str, Parameter]:
-    """Tables with a row for each token, or for each hash of a pair of tokens."""
+def ancestor_tables(c: ModelSettings) -> dict[str, Parameter]:
+    """Tables with a row per token, or per hash of a pair of tokens."""
     table = {}
     if not c.tie_embeddings:
-        # The embedding is no head: it starts as nn.Embedding does, and no matrix product reads it.
+        # An untied embedding is initialized as in nn.Embedding, and is not the input of any matmul.
         size = (c.vocab_size, c.model_dim)
-        table["token_embedding_VD"] = Parameter(size, std=1.0, optimizer="embedding", role="embed")
-        table["output_head_VD"] = Parameter(size, optimizer="head", role="embed", inputs=("hidden",))
+        table["token_embedding_VD"] = Parameter(size, std=1.0, optimizer="embedding", quantize_as="embed")
+        table["output_head_VD"] = Parameter(size, optimizer="head", quantize_as="embed", inputs=("hidden",))
     if c.bigram_vocab_size:
         table["bigram_table_RC"] = Parameter(
-            (c.bigram_vocab_size, c.bigram_dim), optimizer="embedding", role="embed")  # fmt: skip
+            (c.bigram_vocab_size, c.bigram_dim), optimizer="embedding", quantize_as="embed")  # fmt: skip
     if c.ve_enabled:
         table["value_table_VC"] = Parameter(
-            (c.vocab_size, c.ve_dim), std=0.01, optimizer="embedding", role="embed")  # fmt: skip
+            (c.vocab_size, c.ve_dim), std=0.01, optimizer="embedding", quantize_as="embed")  # fmt: skip
     return table
 
 
-def older_vectors(c: ModelSettings) -> dict[str, Parameter]:
+def ancestor_vectors(c: ModelSettings) -> dict[str, Parameter]:
     """Scales, and the matrices that project rows of these tables to the width of embeddings or values."""
     table = {}
     if c.channel_smear_enabled:
@@ -1255,12 +1275,12 @@ def older_vectors(c: ModelSettings) -> dict[str, Parameter]:
 
 
 def bigram_rows(inputs_BT: Tensor, c: ModelSettings) -> Tensor:
-    """The row of the bigram table for each token and the one before it, (B, T): a hash of both (PR #549).
+    """Rows (B, T) of the bigram table: a hash of each token and the previous one (PR #549).
 
-    The first token of a row and, with DOC_MASK, of a document has no token before it: it gets the last row.
+    The first token of a row and, with DOC_MASK, of a document has no previous token: it gets the last row.
     """
     last_row = c.bigram_vocab_size - 1
-    ids_BT = inputs_BT.int()  # products wrap around at 32 bits
+    ids_BT = inputs_BT.int()  # int32, so that the products below wrap around
     hashed = torch.bitwise_xor(36_313 * ids_BT[:, 1:], 27_191 * ids_BT[:, :-1]) % last_row
     rows_BT = F.pad(hashed, (1, 0), value=last_row)
     if c.doc_mask:
@@ -1271,10 +1291,7 @@ def bigram_rows(inputs_BT: Tensor, c: ModelSettings) -> Tensor:
 def table_rows(
     model: GPT, rows_BT: Tensor, weights: WeightRows, table: str, projection: str, scale: str
 ) -> Tensor:
-    """Rows of a table, (B, T, C): projected to C channels where the table has others, and scaled.
-
-    The bigram table starts at zero, so pairs add nothing at first.
-    """
+    """Rows of a table, scaled and projected to C channels unless the table has C columns, (B, T, C)."""
     values = model.look_up(table, rows_BT)
     if projection in weights:
         values = F.linear(values, weights[projection][0])
@@ -1282,8 +1299,8 @@ def table_rows(
 
 
 def channel_smear(x_BTD: Tensor, inputs_BT: Tensor, weights: WeightRows, c: ModelSettings) -> Tensor:
-    """Mix each channel with a learned share of the token before (PR #549)."""
-    previous = token_before(x_BTD)
+    """Mix a learned share of the previous token into each channel (PR #549)."""
+    previous = previous_token(x_BTD)
     # The first token of a document is mixed with zero.
     if c.doc_mask:
         previous = previous.masked_fill((inputs_BT == BOS_ID)[..., None], 0.0)
