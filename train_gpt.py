@@ -4306,17 +4306,17 @@ class Quantizer:
         """name: for messages. hessians: of `collect_hessians`.
 
         COLUMN_STEPS is the power in `_even_out`; 0: all columns have the same step. With TRELLIS=1 codes
-        follow a trellis along the rows of a column. Both are for matrices alone, the parameters with a role.
+        follow a trellis along the rows of a column. Both are for matrices alone, those with `quantize_as`.
         Raises ArtifactError where weights or Hessians are not finite.
         """
-        self.trellis = config.trellis and parameter.role != ""
+        self.trellis = config.trellis and parameter.quantize_as != ""
         self.nearest = nearest_on_trellis if self.trellis else nearest_code
         self.damping = config.gptq_damping  # more, where a Hessian needed it
         self.weights_NRC = weights.detach().view(bank_shape(parameter.shape))
         self.column_steps = 0.0
         self.column_exponents_NC = torch.zeros_like(self.weights_NRC[:, 0], dtype=torch.int8)
         # The unit of a step: a row's standard deviation; in small tensors its largest absolute weight.
-        if parameter.role:
+        if parameter.quantize_as:
             self.spreads_NR = self.weights_NRC.std(dim=2)
             self.column_steps = config.column_steps
         else:
@@ -4712,11 +4712,11 @@ def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tu
     multiplier: a factor of the configured step, or an array of them. No step is finer than that of 8 bits,
     none coarser than COARSEST_STEP unless it is configured so. Small tensors always have 8 bits.
     """
-    if not parameter.role:
+    if not parameter.quantize_as:
         return SMALL_STEP, MAX_CODE
     # As published: a clip and a number of bits; rate control then scales the step.
-    clip = getattr(config, f"{parameter.role}_clip_sigmas")
-    bits = config.embed_bits if parameter.role == "embed" else config.matrix_bits
+    clip = getattr(config, f"{parameter.quantize_as}_clip_sigmas")
+    bits = config.embed_bits if parameter.quantize_as == "embed" else config.matrix_bits
     configured = clip / (2 ** (bits - 1) - 1)
     step = np.clip(multiplier * configured, clip / MAX_CODE, max(configured, COARSEST_STEP))
     return step, clip / step
@@ -4907,7 +4907,7 @@ def read_artifact(
     for name, parameter in table.items():
         matrices, rows, columns = bank_shape(parameter.shape)
         shapes += [(rows, matrices * columns), (rows, matrices)]
-        if header["column_steps"] and parameter.role:
+        if header["column_steps"] and parameter.quantize_as:
             of_columns[name] = (matrices, columns)
     arrays = iter(decode(coded, [*shapes, *of_columns.values()]))
     banks = {name: QuantizedWeights(next(arrays), next(arrays)) for name in table}

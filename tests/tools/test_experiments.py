@@ -60,7 +60,7 @@ def test_equal_operations_are_more_steps_of_a_smaller_model() -> None:
     looped = experiments.flop_of_step(config, looping=True)
     table = train_gpt.parameter_table(config)
     gates = config.num_layers * config.num_heads * config.gate_window
-    products = gates + sum(math.prod(one.shape) for one in table.values() if one.role)
+    products = gates + sum(math.prod(one.shape) for one in table.values() if one.quantize_as)
     assert plain == 6 * products * config.train_batch_tokens
     assert plain < looped < 2 * plain
     # A quarter of the steps has no extra pass.
