@@ -1309,21 +1309,22 @@ def channel_smear(x_BTD: Tensor, inputs_BT: Tensor, weights: WeightRows, c: Mode
 
 
 # ============================================================================================================
-# KERNELS — faster forms of the operations in `Ops`. Before a run each is tried against its plain twin.
+# KERNELS — faster implementations for `Ops`, each checked against its reference implementation before a run.
 # ============================================================================================================
-# The MLP's kernel makes four products. Each walks over tiles of its output, and ends a tile with an epilogue:
+# One kernel computes the four matmuls of the MLP. A program loops over tiles of the output, and finishes each
+# tile with an epilogue on the result Z of the matmul. The columns are named as the kernel's arguments:
 #
-#   product      reads                           epilogue                      writes
-#   "up"         x, up, norm                     phi(P), P = norm · product    act, with the sign of P
-#   "down"       act, down, x                    product + x                   the output
-#   "d_product"  d_out, down, norm, act          norm · product · phi'(P)      d_product; along, sums of rows
-#   "d_x"        d_product, up, along, x, d_out  product + along · x + d_out   d_x
+#   MATMUL  Z = a · weight  factors  given  epilogue                  out  more
+#   "up"    x · upᵀ         norm     -      phi(P), P = norm · Z      act  -
+#   "down"  act · downᵀ     -        x      Z + given                 y    -
+#   "d_up"  d_y · down      norm     act    norm · Z · phi'(P)        d_up along, sums over rows (written)
+#   "d_x"   d_up · up       along    x      Z + along · given + more  d_x  d_y (read)
 #
-# phi is `activation`. The backward pass reads the root of phi(P) and the sign of P, so P itself is never
-# written: its sign is the lowest bit of act. In bfloat16 that is more exact than phi of a rounded P.
+# phi is `activation`. Its derivative needs only the root of phi(P) and the sign of P. So P itself is never
+# stored: its sign is the lowest bit of act. In bfloat16 that is more exact than phi of a rounded P.
 
-# Tiles of the kernel, by the shared memory that a block may have. The first was the fastest of those tried on
-# an H100; the other two were only compiled, for an A100 and for cards with 99 KB.
+# Tile sizes by the shared memory that a block may use. The first was the fastest of those tried on an H100.
+# The other two were only compiled, for an A100 and for GPUs with 99 KB.
 MLP_TILES = {
     227 << 10: dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3),
     160 << 10: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=3),
@@ -1335,15 +1336,15 @@ if triton is not None:
     @triton.jit
     def mlp_kernel(  # type: ignore[no-untyped-def]
         a, weight, factors, given, out, more, M, N, K, scale, slope,
-        PRODUCT: tl.constexpr, UNIT: tl.constexpr,
+        MATMUL: tl.constexpr, UNIT: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
-        # UNIT: the last bit of an output's mantissa, as a bit of fp32.
-        # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
-        BACKWARD: tl.constexpr = PRODUCT == "d_product" or PRODUCT == "d_x"
-        HALF_N: tl.constexpr = BLOCK_N // 2  # the epilogue goes by halves: its stores need half the memory
+        # UNIT: the lowest mantissa bit of the output's dtype, as a bit of an fp32 number.
+        # Descriptors use TMA on Hopper and later; on older GPUs the compiler turns them into masked pointers.
+        BACKWARD: tl.constexpr = MATMUL == "d_up" or MATMUL == "d_x"
+        HALF_N: tl.constexpr = BLOCK_N // 2  # the epilogue handles half a tile at a time, to halve its memory
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-        if BACKWARD:  # multiplies by the weights as they are, the forward pass by their transpose
+        if BACKWARD:  # the backward pass multiplies by the weights, the forward pass by their transpose
             weight_tiles = tl.make_tensor_descriptor(weight, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
         else:
             weight_tiles = tl.make_tensor_descriptor(weight, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
@@ -1352,7 +1353,7 @@ if triton is not None:
         tiles_across = tl.cdiv(N, BLOCK_N)
         tiles = tl.cdiv(M, BLOCK_M) * tiles_across
 
-        # Flattened, so that the loads of a program's next tile overlap the epilogue of this one.
+        # flatten=True lets the loads of a program's next tile overlap the epilogue of this one.
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             row = tile // tiles_across * BLOCK_M
             column = tile % tiles_across * BLOCK_N
@@ -1372,28 +1373,28 @@ if triton is not None:
             for half in tl.static_range(2):
                 corner = [row, column + half * HALF_N]
                 value = halves[half]
-                if PRODUCT == "up":
+                if MATMUL == "up":
                     value *= factor
                     leaky = tl.where(value > 0, value, slope * value)
                     bits = (leaky * leaky).to(tl.int32, bitcast=True)
-                    # Round to the nearest even number; of negative P to the nearest odd one.
+                    # Round to the nearest number whose lowest bit is 0, or 1 where P is negative.
                     bits = tl.where(value < 0, bits & (-2 * UNIT) | UNIT, bits + UNIT & (-2 * UNIT))
                     value = bits.to(tl.float32, bitcast=True)
-                elif PRODUCT == "down":
+                elif MATMUL == "down":
                     value += given_tiles.load(corner).to(tl.float32)
-                elif PRODUCT == "d_product":
+                elif MATMUL == "d_up":
                     act = given_tiles.load(corner).to(tl.float32)
                     value *= 2.0 * factor
                     sums = tl.sum(factor * value * act, 1) / (-K * scale * scale)
                     tl.atomic_add(more + rows, sums, rows < M)
-                    # Half the derivative of phi: its root, and -slope times that where P is negative.
+                    # Half of phi'(P) is the root of act, times -slope where P is negative.
                     was_negative = act.to(tl.int32, bitcast=True) & UNIT != 0
                     value *= act * tl.rsqrt(tl.maximum(act, 1e-30))
                     value = tl.where(was_negative, -tl.abs(slope) * value, value)
                 else:
                     value += factor * given_tiles.load(corner).to(tl.float32)
-                    # By addresses: Triton 3.5 gives a third descriptor more memory than a Hopper has. What
-                    # lies right of the last column is of the next row, and is not stored.
+                    # By addresses, because a third descriptor of Triton 3.5 would exceed the shared memory of
+                    # Hopper. Addresses right of the last column are in the next row; nothing stores those.
                     there = rows[:, None] * N + corner[1] + tl.arange(0, HALF_N)
                     value += tl.load(more + there, there < M * N, 0.0)
                 out_tiles.store(corner, value.to(out.dtype.element_ty))
@@ -1404,10 +1405,10 @@ if triton is not None:
         BACKWARD: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
-        # One head of some tokens. Forward reads qkv and writes q, k and v: each key and value head once for
-        # every query head of its group. Backward finds gradients in q, k, v and own_v, and writes those of
-        # qkv and, summed over these tokens, of the gain. All is computed in fp32: Triton promotes every
-        # operand of an fp32 value.
+        # A program handles one head of BLOCK_N tokens. The forward pass reads qkv and writes q, k and v, with
+        # each key and value head repeated for every query head of its group. The backward pass reads the
+        # gradients from q, k, v and own_v, and writes those of qkv and, summed over its tokens, of the gain.
+        # Arithmetic is in fp32, because one operand is and Triton promotes the other.
         head = tl.program_id(1)
         row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         channel = tl.arange(0, BLOCK_E)[None, :]
@@ -1415,7 +1416,7 @@ if triton is not None:
         here = (row * (H + 2 * K) + head) * E + channel
         GROUPS: tl.constexpr = H // K
 
-        if head >= H + K:  # values pass, once for each query head; their gradients add up
+        if head >= H + K:  # values: copied for each query head of the group; their gradients add up
             there = (row * H + (head - H - K) * GROUPS) * E + channel
             if BACKWARD:
                 d_x = tl.load(own_v + (row * K + head - H - K) * E + channel, inside, 0.0).to(tl.float32)
@@ -1427,17 +1428,17 @@ if triton is not None:
                 for group in tl.static_range(GROUPS):
                     tl.store(v + there + group * E, value, inside)
         else:
-            # Where this head lies in its own tensor: a key head once for each query head of its group.
+            # Where this head is in q or k. In k, a key head is repeated for each query head of its group.
             if head < H:
                 own = q + (row * H + head) * E
             else:
                 own = k + (row * H + (head - H) * GROUPS) * E
-            # One over the root mean square of each row, and the gain of the head; keys have a gain of one.
+            # 1 / RMS of each row, and the gain of the head, which is 1 for keys.
             x = tl.load(qkv + here, inside, 0.0).to(tl.float32)
             inverse = tl.rsqrt(tl.sum(x * x, 1) / E + eps)
             head_gain = tl.load(gain + head, head < H, 1.0)
             scale = (inverse * head_gain)[:, None]
-            # The partner of a channel in the rotation, and the rotation of this position; others stay.
+            # The partner of each rotated channel, and the angle at this position. Other channels pass.
             turned = inside & (channel < 2 * HALF)
             first = channel < HALF
             partner = tl.where(first, channel + HALF, channel - HALF)
@@ -1472,7 +1473,7 @@ if triton is not None:
         K: tl.constexpr, GROUPS: tl.constexpr, E: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
-        # One key head of some tokens, with all query heads of its group.
+        # A program handles one key head of BLOCK_N tokens, with all query heads of its group.
         key_head = tl.program_id(1)
         token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         channel = tl.arange(0, BLOCK_E)[None, :]
@@ -1502,78 +1503,83 @@ if triton is not None:
             tl.store(d_v + there, d_own, inside)
 
 
-@torch.library.custom_op("train_gpt::mlp_product", mutates_args=())
-def mlp_product(
-    product: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor],
+@torch.library.custom_op("train_gpt::mlp_matmul", mutates_args=())
+def mlp_matmul(
+    matmul: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor],
     scale: float, slope: float,
 ) -> list[Tensor]:  # fmt: skip
-    """One of the four products of the MLP by its kernel: see the table above the kernel.
+    """One of the four matmuls of the MLP, by the kernel: see the table at the top of this section.
 
-    weight: up_FD or down_DF; forward products sum over its second axis, backward ones over its first.
-    factors_M: norm or along, fp32. given: the (M, N) tensors that the epilogue reads. scale: of the norm
-    before the MLP. Returns the output (M, N), and for "d_product" also along_M: how much of each row of x is
-    in its gradient by way of its norm, -norm / (K scale²) times the row's sum of norm · product · phi'(P) P.
-    ValueError where a row is not whole 16 bytes, or a tensor does not begin at a multiple of them.
+    weight: up_FD or down_DF; the forward pass sums over its second axis, the backward pass over its first.
+    factors_M: norm or along, fp32. given: the (M, N) tensors that the epilogue reads: x, act, or x and d_y.
+    scale: of the norm before the MLP.
+
+    Returns out (M, N), and for "d_up" also along_M. The norm of x depends on x, which adds along · x to the
+    gradient of x: along is -norm / (K scale²) times the sum of norm · Z · phi'(P) P over a row.
+
+    Raises ValueError if a row is not a multiple of 16 bytes or a tensor does not begin at one, as TMA needs.
     """
     device = a_MK.device
-    results = mlp_product_shapes(product, a_MK, weight, factors_M, given)
+    results = mlp_matmul_shapes(matmul, a_MK, weight, factors_M, given)
     a, weight, *given = [tensor.contiguous() for tensor in (a_MK, weight, *given)]
-    # The tensor memory accelerator copies whole 16 bytes; other shapes take the plain form.
     for operand in (a, weight, *given, results[0]):
         if operand.data_ptr() % 16 or operand.shape[-1] * operand.itemsize % 16:
             columns = f"{a.shape[1]} and {results[0].shape[1]} columns"
-            raise ValueError(f"TMA reads rows of whole 16 bytes; got {columns}")
+            raise ValueError(f"TMA expects aligned rows of a multiple of 16 bytes; got {columns}")
 
-    # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
-    # It knows the device alone: a tensor in it would stay alive in both threads.
+    # Triton stores the allocator of scratch memory for descriptors per thread, and the backward pass has a
+    # thread of its own. It refers only to the device: it would keep a tensor alive in both threads.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
     programs = 1
     shared_bytes = max(MLP_TILES)
     if a.is_cuda:
         programs = torch.cuda.get_device_properties(device).multi_processor_count
         shared_bytes = shared_memory_bytes(device.index)
-    # The kernel has one order of three pointers: what is given, the output, and nothing, along or d_out.
-    pointers = [*(given[:1] or results), *results, *given[1:], None]
+    # The kernel's arguments `given`, `out` and `more`. "up" has no `given`; its descriptor gets `out`.
+    out, *along = results
+    first_given = given[0] if given else out
+    more = (*along, *given[1:], None)[0]
     mlp_kernel[(programs,)](
-        a, weight, factors_M, *pointers[:3], *results[0].shape, a.shape[1], scale, slope, PRODUCT=product,
-        UNIT=int(torch.finfo(a.dtype).eps * 2**23), **mlp_tile(product, shared_bytes))  # fmt: skip
+        a, weight, factors_M, first_given, out, more, *out.shape, a.shape[1], scale, slope, MATMUL=matmul,
+        UNIT=int(torch.finfo(a.dtype).eps * 2**23), **mlp_tile(matmul, shared_bytes))  # fmt: skip
     return results
 
 
 @functools.cache
 def shared_memory_bytes(device: int) -> int:
-    """How much a block of this GPU may have."""
+    """The shared memory that a block of this GPU may use."""
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def mlp_tile(product: str, shared_bytes: int) -> dict[str, int]:
-    """Options of the kernel for a product, on a card whose blocks may have this much shared memory."""
+def mlp_tile(matmul: str, shared_bytes: int) -> dict[str, int]:
+    """Options of the kernel for a matmul, on a GPU whose blocks may use this much shared memory."""
     fitting = max(least_bytes for least_bytes in MLP_TILES if least_bytes <= shared_bytes)
     tile = dict(MLP_TILES[fitting])
-    # The epilogue of "up" reads nothing, which leaves a Hopper memory for a fourth stage.
-    if product == "up" and fitting == max(MLP_TILES):
+    # The epilogue of "up" reads no tile, which on Hopper leaves memory for a fourth stage.
+    if matmul == "up" and fitting == max(MLP_TILES):
         tile["num_stages"] = 4
     return tile
 
 
-@mlp_product.register_fake
-def mlp_product_shapes(
-    product: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor], *options: float
+@mlp_matmul.register_fake
+def mlp_matmul_shapes(
+    matmul: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor], *options: float
 ) -> list[Tensor]:
-    """Empty outputs of the kernel's shapes, with which torch.compile traces."""
-    columns = weight.size(0) if product in ("up", "down") else weight.size(1)
-    # No `len`, which would make a number of rows that is left open a constant of the graph.
+    """Outputs of `mlp_matmul` with their shapes but not their values; torch.compile traces with them."""
+    columns = weight.size(0) if matmul in ("up", "down") else weight.size(1)
+    # `size`, because `len` would turn a dynamic number of rows into a constant of the graph.
     results = [a_MK.new_empty(a_MK.size(0), columns)]
-    if product == "d_product" and factors_M is not None:
+    if matmul == "d_up" and factors_M is not None:
         results.append(torch.zeros_like(factors_M))  # tiles add to it
     return results
 
 
 class FusedMlp(torch.autograd.Function):
-    """`mlp_plain`. Normalized rows are never written, nor kept for the backward pass.
+    """`mlp_plain` by the kernel. Normalized rows are neither written nor stored for the backward pass.
 
-    The factors of the norm, the activation, its derivative, and the gradients of norm and residual are in
-    epilogues of products (PR #1530 after modded-nanogpt PR #197; one number after its PR #322).
+    The epilogues of the matmuls apply the factors of the norm, the activation and its derivative, and the
+    gradients of the norm and the residual (PR #1530 after modded-nanogpt PR #197; storing only act follows
+    modded-nanogpt PR #322).
     """
 
     @staticmethod
@@ -1581,30 +1587,28 @@ class FusedMlp(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float
     ) -> Tensor:
         norm_N = scale * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
-        (act_NF,) = mlp_product("up", x_ND, up_FD, norm_N, [], scale, slope)
+        (act_NF,) = mlp_matmul("up", x_ND, up_FD, norm_N, [], scale, slope)
         ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, act_NF)
         ctx.options = (scale, slope)
-        return mlp_product("down", act_NF, down_DF, None, [x_ND], scale, slope)[0]
+        return mlp_matmul("down", act_NF, down_DF, None, [x_ND], scale, slope)[0]
 
     @staticmethod
-    def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_y_ND: Tensor) -> tuple[Any, ...]:
         x_ND, norm_N, up_FD, down_DF, act_NF = ctx.saved_tensors
         options = ctx.options
-        # The gradient of X Upᵀ, as norm_N multiplies it behind the product. A longer row has a smaller
-        # norm_N: along_N of x itself is in its gradient.
-        d_product_NF, along_N = mlp_product("d_product", d_out_ND, down_DF, norm_N, [act_NF], *options)
-        (d_x_ND,) = mlp_product("d_x", d_product_NF, up_FD, along_N, [x_ND, d_out_ND], *options)
-        # Where adapters learn, nobody asks for the last two: the compiler leaves them out.
-        return d_x_ND, d_product_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None, None
+        d_up_NF, along_N = mlp_matmul("d_up", d_y_ND, down_DF, norm_N, [act_NF], *options)
+        (d_x_ND,) = mlp_matmul("d_x", d_up_NF, up_FD, along_N, [x_ND, d_y_ND], *options)
+        # While only adapters learn, the gradients of the matrices are unused, and the compiler drops them.
+        return d_x_ND, d_up_NF.t() @ x_ND, d_y_ND.t() @ act_NF, None, None
 
 
-# A function around `apply`: Dynamo before torch 2.12 cannot trace a bound one that the model holds.
+# A function around `apply`, because Dynamo before torch 2.12 cannot trace a bound method held by the model.
 def mlp_fused(*inputs: Any) -> Tensor:
     """`mlp_plain` by the kernel."""
     return FusedMlp.apply(*inputs)
 
 
-# Tokens of one program of the two kernels around attention: with heads of 64, 16 values a thread.
+# Tokens per program of the two kernels around attention. With heads of 64 channels, a thread has 16 values.
 HEAD_ROWS = 32
 
 
@@ -1612,19 +1616,19 @@ HEAD_ROWS = 32
 def launch_heads(
     qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, gradients: list[Tensor]
 ) -> list[Tensor]:
-    """Queries, keys and values of `heads_plain`, keys and values once for each query head.
+    """Without `gradients`: q, k and v of `heads_plain`, keys and values repeated for each query head.
 
-    Given `gradients`, those of Heads: the gradients of qkv and of the gain.
-    The gradient of the gain comes in one part for each program, (H, programs) in fp32.
+    With the gradients of the four tensors in Heads: the gradients of qkv and of the gain. The gradient of the
+    gain is a partial sum per program, (H, programs) in fp32.
     """
     results = heads_shapes(qkv_BTNE, gain_H, rotary, gradients)
     B, T, N, E = qkv_BTNE.shape
     H = len(gain_H)
     K = (N - H) // 2
-    # The kernel has one order of pointers for both directions. Those that a direction lacks are None.
+    # The kernel's arguments q, k, v, own_v, d_qkv and d_gain. The forward pass has only the first three.
     if gradients:
         pointers = [*(gradient.contiguous() for gradient in gradients), *results]
-        programs = results[1].size(1)  # the last may have no tokens: it writes zeros
+        programs = results[1].size(1)  # the last can be without tokens, and writes zeros
     else:
         pointers = [*results, None, None, None]
         programs = triton.cdiv(B * T, HEAD_ROWS)
@@ -1639,18 +1643,18 @@ def launch_heads(
 def heads_shapes(
     qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, gradients: list[Tensor]
 ) -> list[Tensor]:
-    """What the kernel returns, without its values."""
+    """Outputs of `launch_heads` with their shapes but not their values."""
     B, T, _, E = qkv_BTNE.shape
     H = len(gain_H)
     if gradients:
-        # Two at least: the compiler would make a graph of its own for one.
+        # At least 2, because torch.compile makes a separate graph for sizes of 1.
         programs = 2 + B * T // HEAD_ROWS
         return [qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(H, programs, dtype=torch.float32)]
     return [qkv_BTNE.new_empty(B, T, H, E) for _ in range(3)]
 
 
 class FusedHeads(torch.autograd.Function):
-    """`heads_plain` in one kernel each way. The backward pass needs no second look at the queries."""
+    """`heads_plain` in one kernel per direction."""
 
     @staticmethod
     def forward(ctx: Any, qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
@@ -1674,15 +1678,15 @@ def heads_fused(*inputs: Tensor) -> Heads:
 def launch_xsa(
     y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor, d_out_BTHE: Tensor | None = None
 ) -> list[Tensor]:
-    """The output of `xsa_plain`, in a list. Given its gradient: the gradients of y, v and gate."""
+    """Without `d_out_BTHE`: [the output of `xsa_plain`]. With it: the gradients of y, v and gate."""
     results = xsa_shapes(y_BTHE, v_BTKE, gate_BTH, d_out_BTHE)
-    # The values lie between the other heads of a token. The kernel reads them there, if tokens are evenly
-    # spaced (`flatten` copies others) and the heads of a token lie side by side.
+    # The values are a slice of qkv. The kernel reads them there without a copy, if tokens have a constant
+    # stride (otherwise `flatten` copies) and the heads of a token are contiguous.
     v_NKE = v_BTKE.flatten(0, 1)
     N, K, E = v_NKE.shape
     if v_NKE.stride()[1:] != (E, 1):
         v_NKE = v_NKE.contiguous()
-    # As in `launch_heads`: output, its gradient, and the gradients of the three inputs.
+    # The kernel's arguments out, d_out, d_y, d_v and d_gate.
     if d_out_BTHE is None:
         pointers = [*results, None, None, None, None]
     else:
@@ -1698,13 +1702,13 @@ def launch_xsa(
 def xsa_shapes(
     y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor, d_out_BTHE: Tensor | None = None
 ) -> list[Tensor]:
-    """What the kernel returns, without its values."""
+    """Outputs of `launch_xsa` with their shapes but not their values."""
     like = [y_BTHE] if d_out_BTHE is None else [y_BTHE, v_BTKE, gate_BTH]
     return [tensor.new_empty(tensor.shape) for tensor in like]
 
 
 class FusedXsa(torch.autograd.Function):
-    """`xsa_plain` in one kernel each way, with all sums of a row."""
+    """`xsa_plain` in one kernel per direction."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -1725,7 +1729,7 @@ def xsa_fused(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
 
 
 def load_attention(name: str) -> Operation:
-    """The attention of this name. ImportError, AttributeError where it is not installed."""
+    """The attention implementation of this name. Raises ImportError or AttributeError if not installed."""
     if name == "sdpa":
         return attention_sdpa
     if name == "fa3":
@@ -1734,19 +1738,19 @@ def load_attention(name: str) -> Operation:
         kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
     else:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # Packages and versions spell causal attention differently. With packed query heads FlashAttention-3 reads
-    # them without TMA.
+    # Packages and versions spell causal attention differently. pack_gqa would keep FlashAttention-3 from
+    # reading queries by TMA.
     spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "pack_gqa": False}
     options = {key: spellings[key] for key in inspect.signature(kernel).parameters if key in spellings}
 
     def attention_varlen(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, starts: Tensor) -> Tensor:
-        # With grouped heads FlashAttention-3 adds up the gradients of keys and values in fp32, in memory that
-        # it clears first and converts afterwards: slower than keys and values for each query head.
+        # With grouped heads, FlashAttention-3 sums the gradients of keys and values in an fp32 buffer that it
+        # has to clear and convert. Repeating keys and values for each query head is faster.
         k_BTKE = repeat_heads(k_BTKE, q_BTHE)
         v_BTKE = repeat_heads(v_BTKE, q_BTHE)
         length = q_BTHE.size(1)
-        # A second view of the starts for the keys: Dynamo of torch 2.13 refuses the same tensor twice where a
-        # package's own autograd.Function takes it.
+        # A view for the keys, because Dynamo of torch 2.13 does not accept the same tensor twice as inputs of
+        # a package's autograd.Function.
         y: Any = kernel(
             q_BTHE.flatten(0, 1), k_BTKE.flatten(0, 1), v_BTKE.flatten(0, 1),
             starts, starts.view(-1), length, length, **options)
@@ -1757,34 +1761,34 @@ def load_attention(name: str) -> Operation:
     return attention_varlen
 
 
-# The forms of each setting, the one known as the fastest first. The last one is the plain form.
-FORMS = {
+# The implementations of each setting, by expected speed; the last one is the reference implementation.
+IMPLEMENTATIONS = {
     "attention": ["fa3", "varlen", "fa2", "sdpa"],
     "fused_mlp": ["kernel", "plain"],
     "fused_heads": ["kernel", "plain"],
 }
 
 
-def forms_to_try(setting: str, c: Config, machine: Machine) -> list[str]:
-    """The forms of a setting that this machine can run, in order; or the one that the setting names."""
-    forms = FORMS[setting]
+def implementations_to_try(setting: str, c: Config, machine: Machine) -> list[str]:
+    """The implementations of a setting to try on this machine, in order. For auto, all that it can run."""
+    names = IMPLEMENTATIONS[setting]
     asked = getattr(c, setting)
     if asked != "auto":
-        return {"0": forms[-1:], "1": forms[:-1]}.get(asked, [asked])
-    # In fp32 the MLP's kernel multiplies without TF32, which plain products have.
+        return {"0": names[-1:], "1": names[:-1]}.get(asked, [asked])
+    # In fp32 the MLP's kernel does not use TF32, which torch's matmuls do.
     if not machine.on_gpu or (setting == "fused_mlp" and machine.dtype != torch.bfloat16):
-        return forms[-1:]
-    # Without documents torch's own attention needs no mask, and is as fast as the other two.
+        return names[-1:]
+    # Without DOC_MASK torch's attention takes no mask, and is as fast as `varlen` and `fa2`.
     if setting == "attention" and not c.doc_mask:
         return ["fa3", "sdpa"]
-    return forms
+    return names
 
 
-def with_form(ops: Ops, setting: str, form: str) -> Ops:
-    """The operations with this form. ImportError, AttributeError where it is not installed."""
+def with_implementation(ops: Ops, setting: str, name: str) -> Ops:
+    """`ops` with this implementation of a setting. ImportError or AttributeError if it is not installed."""
     if setting == "attention":
-        return ops._replace(attend=load_attention(form))
-    if form == "plain":
+        return ops._replace(attend=load_attention(name))
+    if name == "plain":
         return ops
     if setting == "fused_mlp":
         return ops._replace(mlp=mlp_fused)
@@ -1792,17 +1796,18 @@ def with_form(ops: Ops, setting: str, form: str) -> Ops:
 
 
 def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list[Tensor]]:
-    """The model's call of a setting's operations, with inputs as in one forward pass of training.
+    """A function that calls the `Ops` of a setting as the model does, and random inputs for it.
 
-    The first input has the shape of the output: `both_passes` makes it the gradient of the output, too.
+    The inputs have the size of one forward pass of training. The output of function(model, *inputs) has the
+    shape of inputs[0], as `both_passes` requires.
     """
-    # EVAL_ONLY may have settings that nobody could train with: one row at least.
+    # At least one row, because EVAL_ONLY accepts settings that could not train.
     rows = min(c.micro_batch_tokens, c.train_batch_tokens // machine.world_size) // c.train_seq_len
     shape_BT = (max(1, rows), c.train_seq_len)
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
 
     if setting == "attention":
-        # A document begins in every 256 tokens or so.
+        # A document begins about every 256 tokens.
         ids_BT = (torch.rand(shape_BT, device=machine.device) < 1 / 256).long() * BOS_ID
         starts = starts_on_device(ids_BT, c)
 
@@ -1825,10 +1830,11 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list
     rotary = rotary_table(c.train_seq_len, c, machine.device).to(machine.dtype)
 
     def around_attention(model: GPT, wide_BTNE: Tensor, gain_H: Tensor, *gate: Tensor) -> Tensor:
-        # Some heads more than it reads, or the first input would be smaller than the output.
+        # The output has 3 H heads: queries, repeated keys, repeated values. So does the input, although only
+        # H + 2 K of them are read.
         qkv_BTNE = wide_BTNE[:, :, : c.num_heads + 2 * c.num_kv_heads]
         q_BTHE, k_BTKE, v_BTKE, own_BTKE = model.ops.heads(qkv_BTNE, gain_H, rotary)
-        # Queries stand for the output of attention.
+        # XSA takes the queries, in place of the output of attention.
         y_BTHE = model.ops.xsa(q_BTHE, own_BTKE, *gate)
         return torch.cat([y_BTHE, repeat_heads(k_BTKE, q_BTHE), repeat_heads(v_BTKE, q_BTHE)], dim=2)
 
@@ -1839,116 +1845,123 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list
 
 
 def both_passes(run: Operation, model: GPT, inputs: list[Tensor]) -> list[Tensor]:
-    """The output, then the gradient of each input, if the first input is the gradient of the output."""
+    """The output of run(model, *inputs), then the gradient of each input.
+
+    The backward pass starts from some gradient of the output: any will do, so it is inputs[0].
+    """
     out, gradients = torch.autograd.functional.vjp(functools.partial(run, model), tuple(inputs), inputs[0])
     return [out, *gradients]
 
 
-def largest_error(results: list[Tensor], exact: list[Tensor]) -> float:
-    """Of all results, relative to their largest value; infinite if not a number.
+def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest error of any result, relative to the largest expected value; infinite if not a number.
 
-    exact: possibly of the first rows and tokens alone.
+    expected: may have only the first rows and tokens of each result, which are then compared alone.
     """
     errors = []
-    for found, wanted in zip(results, exact, strict=True):
+    for found, wanted in zip(results, expected, strict=True):
         found = found[tuple(slice(size) for size in wanted.shape)]
         error = ((found - wanted).abs().max() / wanted.abs().max()).item()
         errors.append(error if math.isfinite(error) else math.inf)
     return max(errors)
 
 
-MAX_FORM_ERROR = 0.03  # relative to the largest value: bfloat16 has 8 bits, and errors add up along a row
-# Tokens of a row on which attention is compared: the memory of the exact form grows with their square.
+MAX_RELATIVE_ERROR = 0.03  # bfloat16 has 8 bits of precision, and errors add up along a row
+# Attention is compared on this many tokens of a row: the reference takes memory quadratic in their number.
 ATTENTION_CHECK_TOKENS = 2048
 
 
 class ChosenOps(NamedTuple):
-    """The operations of a run, chosen once for training and evaluation alike."""
+    """The implementations of a run, chosen once for training and evaluation."""
 
     ops: Ops
-    report: list[str]  # lines for the log: which forms were tried, and what came of each
+    report: list[str]  # lines for the log: the chosen implementations, and what became of the others
 
 
-def choose_form(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOps:
-    """`ops` with the first form of a setting that is installed, compiles, launches and agrees on all ranks.
+def choose_implementation(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOps:
+    """`ops` with an implementation of a setting that is installed, compiles, and is correct on all ranks.
 
-    Of such forms of the MLP a GPU has the fastest: which one that is depends on the card and on torch.
-    All ranks call it together. ConfigError if no form agrees.
+    Attention and heads get the first such implementation. On a GPU the MLP gets the fastest, because the
+    order depends on the GPU and on torch. Collective. ConfigError if no implementation passes.
     """
-    forms = forms_to_try(setting, c, machine)
-    if not machine.on_gpu and forms == FORMS[setting][-1:]:
-        return ChosenOps(ops, [f"{setting}:{forms[0]} tried: nothing, it is the plain form"])
-    model = GPT(c, seed=None)  # holds the operations as the model of the run will
+    names = implementations_to_try(setting, c, machine)
+    if not machine.on_gpu and names == IMPLEMENTATIONS[setting][-1:]:
+        return ChosenOps(ops, [f"{setting}:{names[0]} (reference implementation)"])
+    model = GPT(c, seed=None)  # for its `ops`; its parameters are not used
     run, inputs = trial_of(setting, c, machine)
-    compared = inputs
+    reference_inputs = inputs
     if setting == "attention":
-        # Its exact form is in float64. Queries behind the compared tokens are zero, and so are the gradients
-        # from there: the results of the first tokens are those of a row that ends with them.
+        # The reference is in float64, on the first rows and tokens only. For the first tokens to have the
+        # same results in the whole row, no gradient may reach them from later tokens: the later entries of
+        # inputs[0], which is both the queries and the gradient of the output, are zero.
         inputs[0][:, ATTENTION_CHECK_TOKENS:] = 0.0
-        compared = [tensor[:2, :ATTENTION_CHECK_TOKENS].double() for tensor in inputs]
-    exact = both_passes(run, model, compared)
-    # A form is tried exactly as it will run: held by a model, compiled in one graph, with a backward pass.
+        reference_inputs = [tensor[:2, :ATTENTION_CHECK_TOKENS].double() for tensor in inputs]
+    expected = both_passes(run, model, reference_inputs)
+    # Try an implementation exactly as it will run: called by a model, compiled, with a backward pass.
     passes = functools.partial(both_passes, machine.compile(run), model, inputs)
 
     tried = []
-    agreed: dict[str, Ops] = {}
+    passed: dict[str, Ops] = {}
     warnings: list[str] = []
-    for form in forms:
+    for name in names:
         error = math.inf
         try:
-            model.ops = with_form(ops, setting, form)
-            error = largest_error(passes(), exact)
+            model.ops = with_implementation(ops, setting, name)
+            error = largest_error(passes(), expected)
             message = f"error:{error:.1e}"
         except Exception as failure:  # it is not installed, or does not compile or run here
             said = f"{type(failure).__name__}: {failure}"
-            # Dynamo names its reasons further down.
+            # The first line, and the lines further down in which Dynamo gives its reasons.
             message = " ".join(re.findall(r"\A.*|(?:Explanation|context): .+", said))
-        # All ranks look at the same form at the same time, and judge it by the worst of them.
+        # All ranks try the same implementation at the same time, and the worst result decides.
         worst_error, worst_message = max(machine.gather((error, message)))
-        tried.append(f"{form} {worst_message}")
-        if worst_error <= MAX_FORM_ERROR:
-            agreed[form] = model.ops
+        tried.append(f"{name} {worst_message}")
+        if worst_error <= MAX_RELATIVE_ERROR:
+            passed[name] = model.ops
             if setting != "fused_mlp" or not machine.on_gpu:
                 break
         elif not worst_message.startswith("ModuleNotFoundError"):
-            warnings.append(f"warning: {setting}: {form} is installed, but refused: {worst_message}")
+            warnings.append(f"warning: {setting}: {name} is installed but rejected: {worst_message}")
 
-    if agreed:
-        times_ms = dict.fromkeys(agreed, 0.0)
-        if len(agreed) > 1:
-            for form in agreed:
-                model.ops = agreed[form]
-                # All wait for the slowest rank. Two forms agree only where Triton is, which measures them.
-                times_ms[form] = max(machine.gather(triton.testing.do_bench(passes)))
-                tried.append(f"{form} {times_ms[form]:.2f} ms")
-        fastest = min(agreed, key=times_ms.__getitem__)
-        return ChosenOps(agreed[fastest], [f"{setting}:{fastest} tried: {' | '.join(tried)}", *warnings])
-    raise ConfigError(f"{setting.upper()}={getattr(c, setting)}: {' | '.join(tried)}; "
-                      "lower MICRO_BATCH_TOKENS, or set auto if it is not set")  # fmt: skip
+    if not passed:
+        asked = getattr(c, setting)
+        way_out = "" if asked == "auto" else f", or set {setting.upper()}=auto"
+        raise ConfigError(f"{setting.upper()}={asked}: no implementation works here: {' | '.join(tried)}; "
+                          f"if memory ran out, lower MICRO_BATCH_TOKENS{way_out}")  # fmt: skip
+    chosen, *others = passed
+    if others:  # the MLP on a GPU: Triton is installed, and measures them
+        times_ms = {}
+        for name in passed:
+            model.ops = passed[name]
+            # Every step waits for the slowest rank.
+            times_ms[name] = max(machine.gather(triton.testing.do_bench(passes)))
+            tried.append(f"{name} {times_ms[name]:.2f} ms")
+        chosen = min(times_ms, key=times_ms.__getitem__)
+    return ChosenOps(passed[chosen], [f"{setting}:{chosen} tried: {' | '.join(tried)}", *warnings])
 
 
 def fast_ops(c: Config, machine: Machine) -> ChosenOps:
-    """The fastest form of each operation that agrees with its plain twin at the shape of a micro-batch.
+    """Implementations for a run, each checked against its reference at the shapes of a micro-batch.
 
-    All ranks call it together. ConfigError if a setting names a form and it fails.
+    Collective. ConfigError if a setting names an implementation that fails its check.
     """
     ops = Ops()
     report = []
-    for setting in FORMS:
-        ops, lines = choose_form(setting, ops, c, machine)
+    for setting in IMPLEMENTATIONS:
+        ops, lines = choose_implementation(setting, ops, c, machine)
         report += lines
     if machine.on_gpu and c.doc_mask and c.attention == "auto" and ops.attend is attention_sdpa:
-        slow = ("ATTENTION=sdpa with DOC_MASK=1 makes a step about 1.5 times as long: install flash_attn_3, "
-                "flash_attn, or torch 2.10 or later; all of them need COMPUTE_DTYPE=bfloat16")  # fmt: skip
+        slow = ("ATTENTION=sdpa with DOC_MASK=1 makes steps about 1.5 times as long; install flash_attn_3, "
+                "flash_attn, or torch 2.10 or later, and use COMPUTE_DTYPE=bfloat16")  # fmt: skip
         if machine.world_size >= 8:
-            raise ConfigError(f"{slow}. ATTENTION=sdpa accepts it")
+            raise ConfigError(f"{slow}; to train anyway, set ATTENTION=sdpa")
         report.append(f"warning: {slow}")
     return ChosenOps(ops, report)
 
 
 def ready_model(model: GPT, machine: Machine, ops: Ops) -> GPT:
-    """Move a model to this rank's device, and give it the operations of the run."""
-    # Training, windows and adapters have graphs of the same functions; torch gives up after eight.
+    """Move a model to this rank's device, and set the implementations that it calls."""
+    # Training, windows and adapters compile the same functions; torch stops after eight graphs of one.
     torch._dynamo.config.recompile_limit = 64
     model.to(machine.device)
     model.machine = machine
