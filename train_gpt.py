@@ -1,25 +1,44 @@
 """Train, quantize and score a GPT under a hard budget: one file, from token shards to bits per byte.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the 8-GPU run: the defaults
-    CONFIG=configs/cpu_demo.env python train_gpt.py           # the whole job on a laptop
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the 8-GPU run, with the default settings
+    CONFIG=configs/cpu_demo.env python train_gpt.py           # the whole pipeline on a laptop
     EVAL_ONLY=runs/x/model.bin python train_gpt.py            # score an artifact in a fresh process
-    python train_gpt.py --help                                # every variable
+    python train_gpt.py --help                                # list every setting
 
-A run checks what a user can get wrong, compiles, trains for MAX_WALLCLOCK_SECONDS, writes an artifact that,
-with the code, just fits ARTIFACT_BYTES_MAX, and scores what that file gives back. All that it writes lies in
-runs/<RUN_ID>/.
+A run checks its settings and data, compiles, and trains for MAX_WALLCLOCK_SECONDS. Then it quantizes the
+weights into an artifact that fills ARTIFACT_BYTES_MAX together with the code, reads that file back, and
+scores the weights it got. Everything it writes goes to runs/<RUN_ID>/.
 
-The file reads from top to bottom: no section uses anything defined below it.
+Definitions come before use, so the file reads from top to bottom. On a first reading, start at MODEL,
+continue with OPTIMIZER, SCHEDULE, TRAIN and main, and skip the sections marked with a dash:
 
-    SETTINGS · MACHINE · MODEL · KERNELS · OPTIMIZER · SCHEDULE · RUN · TIMING · DATA · EVALUATION
-    QUANTIZE · CODER · ARTIFACT · TRAIN · main
+      SETTINGS      every setting with its default, range and meaning
+    - MACHINE       rank, device and collectives of one process
+      MODEL         parameters, layers, forward pass, loss
+    - KERNELS       Triton kernels and attention packages, each checked before it is used
+      OPTIMIZER     Parallel Muon, AdamW, moving average of the weights
+      SCHEDULE      learning rate, momentum and depth recurrence over the course of a run
+    - ENVIRONMENT   environment variables and CONFIG files to settings
+    - RUN           process group, run directory, log
+    - TIMING        step times and traces
+      DATA          shards, the order of training, the loader
+      EVALUATION    validation set, sliding windows, test-time training (TTT)
+      QUANTIZE      GPTQ and trellis-coded quantization
+    - CODER         the lossless entropy coder
+    - ARTIFACT      the size budget; the model to a file and back
+      TRAIN         warm-up, training loop, checkpoints
+      main          the whole job in order
 
-PR and issue numbers are those of openai/parameter-golf, unless another repository is named; its baseline
-script is called upstream, and log lines keep the words of its lines.
+PR and issue numbers are those of openai/parameter-golf unless another repository is named. Upstream is its
+baseline script; log lines use upstream's words. Ancestors are earlier public entries that configs/pr*.env
+reproduce; code that only they use says so, and a reader of the default can skip it. A visit is one execution
+of a layer: with depth recurrence, some layers are visited several times in a forward pass. Targets are the
+tokens to predict. Progress is the fraction of training that is over, from 0 to 1.
 
-Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads (in weights: all
-their channels), E channels of a head, V vocabulary, L layers, S skips, P parallel layers, W gate channels,
-N anything flattened or batched, R matrix rows, C matrix columns; in KERNELS M, N, K as usual for products.
+Shape suffixes: B rows of a batch, T positions, D model width, F MLP width, H query heads, K key/value heads
+(in parameter names: all their channels), E channels of a head, V vocabulary, L layers, S skips, P parallel
+layers, W gate channels, R matrix rows, C matrix columns, N anything flattened or batched. In KERNELS, M, N
+and K are the sizes of a matmul, as usual.
 """
 
 import ast
@@ -75,37 +94,38 @@ except ModuleNotFoundError as error:
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS, Windows, CPU-only installs: the plain PyTorch twins run instead
+except ImportError:  # macOS, Windows, CPU-only installs: the PyTorch reference implementations run instead
     triton = None
 
-Array = np.ndarray  # on the host; a Tensor may lie on a GPU
+Array = np.ndarray  # always on the host, whereas a Tensor may be on a GPU
 
 # ============================================================================================================
-# SETTINGS — one setting a line; a wrong one is refused by name, before anything starts.
+# SETTINGS — one per line. A wrong value is an error that names the setting, before anything starts.
 # ============================================================================================================
 
 
 class ConfigError(ValueError):
-    """A setting is unknown, mistyped, out of range, or contradicts another one."""
+    """A setting is unknown, malformed, out of range, or contradicts another one."""
 
 
 class DataError(RuntimeError):
-    """A shard or tokenizer is missing, damaged, of another kind, or does not fit; or their loader stalled."""
+    """A shard or tokenizer is missing, damaged, or does not match the run, or the loader stalled."""
 
 
 class ArtifactError(RuntimeError):
-    """An artifact does not fit its budget, or a file is not an artifact that can be trusted."""
+    """An artifact exceeds its budget, or a file is not a valid artifact."""
 
 
-NO_LIMIT = 1e300  # stand-in for "no limit" that still refuses inf and nan
+NO_LIMIT = 1e300  # no upper bound, except that inf and nan are still errors
 
 
 def setting(
     default: Any, meaning: str, low: float = 0, high: float = NO_LIMIT, among: str = "", pattern: str = ".*"
 ) -> Any:
-    """One setting: its default, and its meaning with unit.
+    """One setting: its default, and the meaning, with its unit, that --help prints.
 
-    low, high: the range of a number. among: the choices, separated by spaces. pattern: text must match it.
+    low, high: range of a number, inclusive. among: the choices, separated by spaces. pattern: regular
+    expression that a text must match.
     """
     choices = "0 1" if isinstance(default, bool) else among
     metadata = {"meaning": meaning, "low": low, "high": high, "among": choices.split(), "pattern": pattern}
@@ -113,64 +133,66 @@ def setting(
 
 
 Settings = TypeVar("Settings", bound="ModelSettings")
-Rule = tuple[bool, str]  # whether it holds, and what it expects, in the names of settings
+Rule = tuple[bool, str]  # whether it holds, and what it expects of which settings
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     """The settings that define the model. The artifact stores them.
 
-    In the environment their names are upper case. The class of a setting decides which file stores it:
-    ModelSettings the artifact, TrainingSettings the checkpoint too, Config the run directory alone. A new
-    setting here changes the artifact: load older ones with the script that wrote them. A name without a type
-    is a constant, which nobody sets.
+    The environment variable of a setting has its name in upper case. The class of a setting decides where it
+    is stored: ModelSettings in the artifact, TrainingSettings in the checkpoint, Config in the run directory;
+    each includes the class before it. A new setting in this class changes the artifact, so that only the
+    script that wrote an older artifact can load it. A name without a type annotation is a constant.
     """
 
-    # The text.
-    train_seq_len: int = setting(2048, "tokens of a training sequence", 1, 1 << 20)
-    doc_mask: bool = setting(True, "attention and token shifts stay inside a document")
+    # Input.
+    train_seq_len: int = setting(2048, "tokens per training sequence", 1, 1 << 20)
+    doc_mask: bool = setting(True, "keep attention and token shifts within a document")
     vocab_size: int = setting(8192, "tokens in the vocabulary", 4, 65_536)
     # Size.
-    num_layers: int = setting(11, "blocks that own weights", 1, 256)
+    num_layers: int = setting(11, "layers, repeats by NUM_LOOPS not counted", 1, 256)
     model_dim: int = setting(512, "width of the residual stream", 16)
     num_heads: int = setting(8, "query heads", 1)
-    num_kv_heads: int = setting(4, "key and value heads", 1)
-    mlp_mult: float = setting(4.0, "MLP width / MODEL_DIM", 0.125)
-    leaky_slope: float = setting(0.5, "MLP activation LeakyReLU(slope)²; 0: relu²", 0, 1)
-    # Positions: some channels of each head are rotated, the others compare contents alone.
+    num_kv_heads: int = setting(4, "key/value heads", 1)
+    mlp_mult: float = setting(4.0, "width of the MLP's hidden layer / MODEL_DIM", 0.125)
+    leaky_slope: float = setting(0.5, "MLP activation: LeakyReLU(slope)²; 0: ReLU²", 0, 1)
+    # Positions: rotary embedding on some channels of each head. The other channels do not see positions.
     rope_base = 10_000.0
-    rope_dims: int = setting(16, "rotated dimensions of each head; 0: all")
-    rope_train_seq_len: int = setting(2560, "tokens; longer inputs rescale the base; 0: TRAIN_SEQ_LEN")
-    # Attention, and bounds on deep layers.
-    ln_scale: bool = setting(True, "scale block inputs by 1/sqrt(layer + 1)")
-    qk_gain_init: float = setting(5.25, "initial learned gain of each query head")
-    xsa_last_n: int = setting(11, "number of last layers with XSA")
+    rope_dims: int = setting(16, "channels of each head with rotary embedding; 0: all")
+    rope_train_seq_len: int = setting(2560, "tokens; longer inputs get a larger RoPE base; 0: TRAIN_SEQ_LEN")
+    # Attention, and the scale of deep layers.
+    ln_scale: bool = setting(True, "scale the normalized inputs of a layer by 1/sqrt(layer + 1)")
+    qk_gain_init: float = setting(5.25, "initial value of the learned gain of each query head")
+    xsa_last_n: int = setting(11, "use exclusive self-attention (XSA) in the last N layers")
     sparse_attn_gate_enabled: bool = setting(True, "gate each head by the first 12 channels of its input")
-    gate_window = 12  # channels that feed this gate and the next
-    # The token before, and the skips of the U-Net.
+    gate_window = 12  # channels that feed this gate and the smear gate
+    # Mixing with the previous token, and the skip connections of the U-Net.
     smear_gate_enabled: bool = setting(True, "mix in the previous token's embedding, gated by 12 channels")
-    channel_smear_enabled: bool = setting(False, "mix it in once more, a fixed share per channel (PR #549)")
+    channel_smear_enabled: bool = setting(
+        False, "mix in the previous token again, by a learned share per channel (PR #549)")
     skip_gates_enabled: bool = setting(True, "U-Net skips interpolate; 0: they add")
     # Depth recurrence: some layers run several times with the same weights (PR #1493).
-    num_loops: int = setting(2, "extra passes over LOOP_START..LOOP_END; 0: none", 0, 16)
-    loop_start: int = setting(3, "first looped layer")
-    loop_end: int = setting(5, "last looped layer")
-    enable_looping_at: float = setting(0.35, "progress at which the loop switches on; from 1 on: never")
-    # From this layer on, attention and MLP run in parallel.
+    num_loops: int = setting(2, "extra passes through layers LOOP_START..LOOP_END; 0: no recurrence", 0, 16)
+    loop_start: int = setting(3, "first layer of the loop")
+    loop_end: int = setting(5, "last layer of the loop")
+    enable_looping_at: float = setting(0.35, "progress at which recurrence turns on; 1 or more: never")
+    # Attention and MLP in parallel.
     parallel_start_layer: int = setting(8, "first layer with parallel attention and MLP; -1: none", -1)
-    parallel_mode: str = setting("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
-    # Tables of bigram hashes and value embeddings (PR #549).
-    bigram_vocab_size: int = setting(0, "rows for hashed pairs, added to embeddings; 0: none")
-    bigram_dim: int = setting(128, "width of these rows, projected to MODEL_DIM", 2)
-    ve_enabled: bool = setting(False, "add an embedding of the token to the values of attention")
-    ve_dim: int = setting(128, "width of that embedding, projected to all key heads", 2)
-    ve_layers: str = setting("9,10", "layers that add it, as 9,10", pattern="[0-9]{1,3}(,[0-9]{1,3})*")
-    # Both ends of the model.
-    tie_embeddings: bool = setting(True, "the output head is the input embedding; 0: a matrix of its own")
-    tied_embed_init_std = 0.005  # of that embedding; untied: 1
-    matrix_init: str = setting("orthogonal", "initial block matrices", among="orthogonal uniform")
-    # At most 60: exp(60), summed over a vocabulary, stays below exp(88.7), fp32's largest number.
-    logit_softcap: float = setting(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0, 60)
+    parallel_mode: str = setting(
+        "lanes", "two residual lanes for parallel layers, or one as in GPT-J (PR #1493)", among="lanes gptj")
+    # Only configs/pr549.env and pr785.env: hashed bigrams and value embeddings (PR #549).
+    bigram_vocab_size: int = setting(0, "rows of a table of hashed bigrams, added to embeddings; 0: no table")
+    bigram_dim: int = setting(128, "width of the bigram table, projected to MODEL_DIM", 2)
+    ve_enabled: bool = setting(False, "add an embedding of each token to the values of attention")
+    ve_dim: int = setting(128, "width of the value embedding, projected to all value heads", 2)
+    ve_layers: str = setting("9,10", "layers with a value embedding", pattern="[0-9]{1,3}(,[0-9]{1,3})*")
+    # Embedding, initialization and output.
+    tie_embeddings: bool = setting(True, "use the input embedding as output head; 0: a separate matrix")
+    tied_embed_init_std = 0.005  # of the tied embedding; an untied one has 1
+    matrix_init: str = setting("orthogonal", "initialization of block matrices", among="orthogonal uniform")
+    # At most 60: exp(60) summed over a vocabulary stays below exp(88.7), the largest number in fp32.
+    logit_softcap: float = setting(30.0, "cap logits smoothly by c·tanh(x/c); 0: no cap", 0, 60)
 
     @property
     def head_dim(self) -> int:
@@ -179,7 +201,7 @@ class ModelSettings:
 
     @property
     def kv_dim(self) -> int:
-        """Channels of all key heads together; the value heads have as many."""
+        """Channels of all key heads together, and of all value heads together."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -189,34 +211,34 @@ class ModelSettings:
 
     @property
     def activation_number(self) -> float:
-        """What `activation` gets beside its input, in the model and where a fused form is tried."""
+        """The second argument of `activation`, in the model and when fused kernels are checked."""
         return self.leaky_slope
 
     @property
     def rotated_dims(self) -> int:
-        """Channels of a head that the rotary embedding turns."""
+        """Channels of a head that have rotary embedding."""
         return self.rope_dims or self.head_dim
 
     @property
     def value_layers(self) -> list[int]:
-        """The layers that add a value embedding."""
+        """The layers that add a value embedding; none in the default."""
         return [int(layer) for layer in self.ve_layers.split(",")] if self.ve_enabled else []
 
     def rules(self) -> list[Rule]:
-        """The rules between these settings."""
+        """The rules between these settings. Each text completes the sentence "expected …"."""
         return [
-            (self.model_dim % self.num_heads == 0, "MODEL_DIM as a multiple of NUM_HEADS"),
-            (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS as a multiple of NUM_KV_HEADS"),
-            (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) even"),
+            (self.model_dim % self.num_heads == 0, "MODEL_DIM to be a multiple of NUM_HEADS"),
+            (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS to be a multiple of NUM_KV_HEADS"),
+            (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) to be even"),
             (self.rope_dims <= self.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
             (self.num_loops == 0 or self.loop_start <= self.loop_end < self.num_layers,
              "LOOP_START <= LOOP_END < NUM_LAYERS"),
-            (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE of 2 at least, or 0"),
-            (max(self.value_layers, default=0) < self.num_layers, "VE_LAYERS as numbers < NUM_LAYERS"),
+            (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE to be 0 or at least 2"),
+            (max(self.value_layers, default=0) < self.num_layers, "all VE_LAYERS < NUM_LAYERS"),
         ]
 
     def as_env(self, part: "type[ModelSettings] | None" = None) -> dict[str, str]:
-        """Settings as strings that `from_values` reads back: all, or those of one class."""
+        """Settings as strings that `from_values` reads back: all of them, or those of one class."""
         env = {}
         for spec in fields(part or type(self)):
             value = getattr(self, spec.name)
@@ -225,14 +247,14 @@ class ModelSettings:
 
     @classmethod
     def from_values(cls: type[Settings], values: Mapping[str, str]) -> Settings:
-        """The settings of this class in `values`, over the defaults. ConfigError for a wrong one."""
+        """The settings of this class: defaults, overridden by `values`. ConfigError if one is wrong."""
         given = {}
         for spec in fields(cls):
             name = spec.name.upper()
             if name in values:
                 given[spec.name] = parse_value(name, values[name], spec)
         settings = cls(**given)
-        # A rule names its settings: the message shows their values.
+        # The message shows the value of each setting that the rule names.
         for holds, expected in settings.rules():
             if not holds:
                 named = re.findall(r"[A-Z_]{2,}", expected)
@@ -245,130 +267,146 @@ class ModelSettings:
 class TrainingSettings(ModelSettings):
     """The settings that decide the trained weights. A checkpoint stores them, so a resumed run keeps them."""
 
-    # Which tokens, how many, for how long.
-    seed: int = setting(1337, "initial weights and data order", 0, 2**63 - 1)
-    train_batch_tokens: int = setting(786_432, "tokens; one optimizer step, all ranks together", 1)
+    # Data order, batch size, and length of the run.
+    seed: int = setting(1337, "seed of the initial weights and of the data order", 0, 2**63 - 1)
+    train_batch_tokens: int = setting(786_432, "tokens per optimizer step, over all ranks", 1)
     shuffle: bool = setting(True, "permute shards and sequences by SEED; 0: file order")
-    iterations: int = setting(20_000, "steps; upper bound when a wall clock is set; 0: none")
-    max_wallclock_seconds: float = setting(600.0, "seconds of training with Hessians; 0: ITERATIONS")
-    # Learning rates of the groups of parameters.
-    matrix_lr: float = setting(0.028, "Muon, block matrices")
-    scalar_lr: float = setting(0.02, "AdamW, small tensors")
-    tied_embed_lr: float = setting(0.03, "AdamW, embeddings with TIE_EMBEDDINGS=1")
-    embed_lr: float = setting(0.6, "AdamW, embeddings with TIE_EMBEDDINGS=0")
-    head_lr: float = setting(0.008, "AdamW without decay, the output head with TIE_EMBEDDINGS=0")
-    # Muon, for the matrices.
-    muon_momentum: float = setting(0.97, "final momentum", 0, 0.9999)
-    muon_momentum_warmup_start: float = setting(0.92, "first momentum", 0, 0.9999)
-    muon_momentum_warmup_frac: float = setting(0.3, "progress over which momentum rises", 0, 1)
-    muon_momentum_warmup_steps: int = setting(-1, "steps of that rise; 0: none; -1: fraction", -1)
-    muon_backend_steps: int = setting(5, "Newton-Schulz iterations", 1, 20)
+    iterations: int = setting(20_000, "maximum number of steps; 0: only the time limit ends training")
+    max_wallclock_seconds: float = setting(
+        600.0, "time limit of training, Hessians included, in seconds; 0: none, only ITERATIONS")
+    # Learning rates of the parameter groups.
+    matrix_lr: float = setting(0.028, "learning rate of block matrices (Muon)")
+    scalar_lr: float = setting(0.02, "learning rate of small tensors (AdamW)")
+    tied_embed_lr: float = setting(0.03, "learning rate of embeddings if TIE_EMBEDDINGS=1 (AdamW)")
+    embed_lr: float = setting(0.6, "learning rate of embeddings if TIE_EMBEDDINGS=0 (AdamW)")
+    head_lr: float = setting(
+        0.008, "learning rate of the output head if TIE_EMBEDDINGS=0 (AdamW without weight decay)")
+    # Muon, for block matrices.
+    muon_momentum: float = setting(0.97, "momentum of Muon after its warm-up", 0, 0.9999)
+    muon_momentum_warmup_start: float = setting(0.92, "momentum of Muon at the first step", 0, 0.9999)
+    muon_momentum_warmup_frac: float = setting(0.3, "progress over which the momentum rises", 0, 1)
+    muon_momentum_warmup_steps: int = setting(
+        -1, "the same in steps; 0: no rise; -1: use MUON_MOMENTUM_WARMUP_FRAC", -1)
+    muon_backend_steps: int = setting(5, "Newton-Schulz iterations per update", 1, 20)
     muon_polar_express: bool = setting(True, "Polar Express coefficients; 0: one fixed quintic")
-    muon_row_normalize: bool = setting(True, "normalise rows before orthogonalising")
-    # Weight decay; AdamW, for the rest.
-    muon_wd: float = setting(0.095, "decoupled weight decay of matrices")
+    muon_row_normalize: bool = setting(True, "normalize the rows of an update before orthogonalizing it")
+    # Weight decay, and AdamW for everything else.
+    muon_wd: float = setting(0.095, "decoupled weight decay of block matrices")
     embed_wd: float = setting(0.085, "decoupled weight decay of embeddings")
     adam_wd: float = setting(0.02, "decoupled weight decay of small tensors")
-    beta1: float = setting(0.9, "AdamW", 0, 0.9999)
-    beta2: float = setting(0.99, "AdamW", 0, 0.99999)
+    beta1: float = setting(0.9, "β1 of AdamW", 0, 0.9999)
+    beta2: float = setting(0.99, "β2 of AdamW", 0, 0.99999)
     adam_eps = 1e-8
-    # All of them.
-    grad_clip_norm: float = setting(0.3, "bound on the global gradient norm; 0: none")
-    ema_decay: float = setting(0.9965, "decay per step of the average of weights; 0: none", 0, 0.99999)
-    # The schedule of the learning rates.
-    warmdown_frac: float = setting(0.85, "last part of the run in which learning rates fall", 0, 1)
-    warmdown_iters: int = setting(-1, "steps of that fall, at the mean step time; 0: none; -1: fraction", -1)
-    min_lr: float = setting(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
+    # All parameters.
+    grad_clip_norm: float = setting(0.3, "clip the global gradient norm to this; 0: no clipping")
+    ema_decay: float = setting(0.9965, "decay per step of the weight average (EMA); 0: none", 0, 0.99999)
+    # Learning rate schedule: constant, then linear warm-down.
+    warmdown_frac: float = setting(0.85, "final fraction of training in which learning rates fall", 0, 1)
+    warmdown_iters: int = setting(
+        -1, "the same in steps, at the average step time; 0: no fall; -1: use WARMDOWN_FRAC", -1)
+    min_lr: float = setting(0.1, "lowest learning rate, as a fraction of the full one", 0, 1)
 
 
 @dataclass(frozen=True)
 class Config(TrainingSettings):
-    """All settings. The defaults are the run on 8 GPUs."""
+    """All settings. The defaults are those of the 8-GPU run."""
 
-    # --- the artifact ---
-    artifact_bytes_max: int = setting(16_000_000, "bytes; shipped code and artifact together", 1000)
-    rate_control: bool = setting(True, "scale steps until the budget is full; 0: bits and clips as given")
-    # A step is clip / (2^(bits - 1) - 1) standard deviations. RATE_CONTROL multiplies all steps by one
-    # factor: then only their ratios count, and where weights are clipped.
-    matrix_bits: int = setting(6, "bits of block matrices at their clip", 2, 8)
-    embed_bits: int = setting(7, "bits of embeddings, in the same way", 2, 8)
+    # --- artifact ---
+    artifact_bytes_max: int = setting(16_000_000, "maximum bytes of code and artifact together", 1000)
+    rate_control: bool = setting(
+        True, "scale quantization steps to fill the size budget; 0: use bits and clips as given")
+    # A quantization step is clip / (2^(bits - 1) - 1) standard deviations of a row. RATE_CONTROL scales all
+    # steps by one factor. Then only the ratios of the steps matter, and where weights are clipped.
+    matrix_bits: int = setting(6, "bits per parameter of block matrices, for weights up to their clip", 2, 8)
+    embed_bits: int = setting(7, "bits per parameter of embeddings, for weights up to their clip", 2, 8)
     mlp_clip_sigmas: float = setting(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
-    attn_clip_sigmas: float = setting(13.0, "clip of attention matrices", 0.1)
-    embed_clip_sigmas: float = setting(14.0, "clip of embeddings", 0.1)
-    trellis: bool = setting(True, "codes on two grids half a step apart (TCQ); 0: one grid")
-    column_steps: float = setting(0.5, "power of the GPTQ factor in column steps; 0: one step a row", 0, 1)
-    gptq: bool = setting(True, "round with second-order information; 0: to nearest, all else alike")
-    gptq_damping: float = setting(0.01, "share of the mean diagonal added to Hessians", 1e-6)
-    gptq_calibration_batches: int = setting(64, "micro-batches of training data, all ranks together", 1)
-    gptq_reserve_seconds: float = setting(4.0, "seconds of the clock for Hessians; fewer batches if short")
-    # --- its evaluation ---
-    eval_seq_len: int = setting(2560, "tokens of context; 0: TRAIN_SEQ_LEN")
-    eval_stride: int = setting(64, "targets scored per window; 0: no sliding window")
-    ttt_enabled: bool = setting(True, "score with legal test-time training as well")
-    ttt_mode: str = setting("lora", "train all weights (sgd) or low-rank adapters (lora)", among="sgd lora")
-    # TTT_MODE=sgd: the weights learn from the text chunk by chunk; names and values of PR #549.
-    ttt_lr: float = setting(0.005, "SGD; falls along a cosine over the chunks")
-    ttt_epochs: int = setting(3, "passes over each scored chunk")
-    ttt_momentum = 0.9  # SGD
-    ttt_chunk_tokens: int = setting(32_768, "targets scored before the next update", 1)
-    ttt_batch_seqs: int = setting(32, "sequences of one SGD step, all ranks together", 1)
-    ttt_grad_clip = 1.0  # bound on the gradient norm
-    # TTT_MODE=lora: adapters learn from their document chunk by chunk; names of PR #1855, values of PR #2067.
+    attn_clip_sigmas: float = setting(13.0, "clip of attention matrices, in standard deviations", 0.1)
+    embed_clip_sigmas: float = setting(14.0, "clip of embeddings, in standard deviations", 0.1)
+    trellis: bool = setting(True, "trellis-coded quantization: two grids half a step apart; 0: one grid")
+    column_steps: float = setting(
+        0.5, "exponent of the GPTQ factor in quantization steps per column; 0: one step per row", 0, 1)
+    gptq: bool = setting(True, "round with second-order information; 0: round to nearest, all else equal")
+    gptq_damping: float = setting(0.01, "fraction of a Hessian's mean diagonal that is added to it", 1e-6)
+    gptq_calibration_batches: int = setting(64, "training micro-batches for Hessians, over all ranks", 1)
+    gptq_reserve_seconds: float = setting(
+        4.0, "seconds of the training time limit kept for Hessians; if it is short, fewer batches")
+    # --- evaluation ---
+    eval_seq_len: int = setting(2560, "tokens of context in evaluation; 0: TRAIN_SEQ_LEN")
+    eval_stride: int = setting(64, "targets scored per sliding window; 0: no sliding-window score")
+    ttt_enabled: bool = setting(True, "also score with legal test-time training (TTT)")
+    ttt_mode: str = setting("lora", "TTT of all weights by SGD, or of low-rank adapters", among="sgd lora")
+    # TTT_MODE=sgd: all weights learn, chunk by chunk. Names and values of PR #549. Only configs/pr549.env,
+    # pr785.env and pr1493.env.
+    ttt_lr: float = setting(0.005, "TTT_MODE=sgd: learning rate; cosine decay over the chunks")
+    ttt_epochs: int = setting(3, "TTT_MODE=sgd: passes over each scored chunk")
+    ttt_momentum = 0.9
+    ttt_chunk_tokens: int = setting(32_768, "TTT_MODE=sgd: targets scored between updates", 1)
+    ttt_batch_seqs: int = setting(32, "TTT_MODE=sgd: sequences per SGD step, over all ranks", 1)
+    ttt_grad_clip = 1.0
+    # TTT_MODE=lora: each document has adapters, which learn from it chunk by chunk. Names of PR #1855, values
+    # of PR #2067.
     ttt_lora_targets: str = setting(
-        "q,k,v,o,mlp,head", "modules with adapters: projections, attention, MLP, output head",
+        "q,k,v,o,mlp,head", "TTT_MODE=lora: modules with adapters; o and mlp: around attention and MLP",
         pattern="(q|k|v|o|mlp|head)(,(q|k|v|o|mlp|head))*")  # fmt: skip
-    ttt_lora_rank: int = setting(224, "rank of an adapter", 1)
-    ttt_lora_alpha: float = setting(144.0, "an adapter's output is scaled by this over TTT_LORA_RANK")
-    ttt_lora_lr: float = setting(6.1e-5, "AdamW, adapters")
-    ttt_beta2 = 0.99  # AdamW, adapters, like the next one; β1 is 0
+    ttt_lora_rank: int = setting(224, "TTT_MODE=lora: rank of an adapter", 1)
+    ttt_lora_alpha: float = setting(144.0, "TTT_MODE=lora: α in the scale α / TTT_LORA_RANK of outputs")
+    ttt_lora_lr: float = setting(6.1e-5, "TTT_MODE=lora: learning rate of AdamW")
+    ttt_beta2 = 0.99  # of AdamW for adapters; β1 is 0
     ttt_weight_decay = 0.5
-    ttt_chunk_size: int = setting(48, "targets of a document scored before the next step of its adapters", 1)
-    ttt_batch_size: int = setting(0, "documents side by side on one rank; 0: rows of a micro-batch")
-    # --- the data and their way to the device ---
+    ttt_chunk_size: int = setting(48, "TTT_MODE=lora: targets of a document scored between updates", 1)
+    ttt_batch_size: int = setting(
+        0, "TTT_MODE=lora: documents per batch of one rank; 0: as many as a micro-batch holds")
+    # --- data ---
     data_path: str = setting("data/datasets/fineweb10B_sp8192_lossless_caps_caseops_v1_reserved",
-                             "folder of fineweb_{train,val}_*.bin shards")  # fmt: skip
+                             "directory of fineweb_{train,val}_*.bin shards")  # fmt: skip
     tokenizer_path: str = setting("data/tokenizers/fineweb_8192_bpe_lossless_caps_caseops_v1_reserved.model",
-                                  "their SentencePiece model")  # fmt: skip
-    micro_batch_tokens: int = setting(98_304, "tokens; one forward pass of one rank; bounds memory", 1)
-    train_prefetch: bool = setting(True, "read and stage batches in threads; 0: the plain synchronous path")
-    train_prefetch_queue: int = setting(2, "batches staged ahead of the step", 1, 1024)
-    train_copy_stream: bool = setting(True, "copy batches to the GPU on a stream of their own")
-    val_prefetch: bool = setting(True, "copy validation to the device before scoring; 0: batch by batch")
-    val_tokens_limit: int = setting(0, "targets; score only the first ones: NOT comparable; 0: all")
-    # --- the run ---
-    run_id: str = setting("", "plain name of the run directory; empty: date, time and seed",
+                                  "SentencePiece model of these shards")  # fmt: skip
+    micro_batch_tokens: int = setting(98_304, "tokens per forward pass of one rank; bounds memory", 1)
+    train_prefetch: bool = setting(True, "load batches in background threads; 0: synchronously")
+    train_prefetch_queue: int = setting(2, "batches loaded ahead of the current step", 1, 1024)
+    train_copy_stream: bool = setting(True, "copy batches to the GPU on a separate CUDA stream")
+    val_prefetch: bool = setting(True, "copy all validation tokens to the device at once; 0: batch by batch")
+    val_tokens_limit: int = setting(0, "score only the first N targets: NOT comparable; 0: score all")
+    # --- run ---
+    run_id: str = setting("", "name of the run directory; empty: date, time and seed",
                           pattern=r"|[^./\\][^/\\]{0,199}")  # fmt: skip
-    runs_dir: str = setting("runs", "folder that holds the run directories")
-    max_eval_seconds: float = setting(600.0, "seconds of the score that ranks; it may learn less; 0: none")
+    runs_dir: str = setting("runs", "directory that holds the run directories")
+    max_eval_seconds: float = setting(
+        600.0, "time limit of the headline score in seconds; TTT stops early to meet it; 0: none")
     warmup_steps: int = setting(
-        20, "untimed steps that compile each graph, after a rehearsal of the end; undone; 0: none", 0, 1000)
-    train_log_every: int = setting(50, "steps between train lines, after the first ten; 0: no train lines")
-    val_loss_every: int = setting(0, "steps between validations, first and last; 0: none")
-    val_batch_size: int = setting(524_288, "tokens scored at once by eight ranks together", 1)
-    val_progress_log_every: int = setting(10, "seconds between progress lines of a score; 0: none")
-    training_timing_breakdown: bool = setting(False, "print where the milliseconds of a step go")
-    training_timing_every: int = setting(200, "steps between those lines; the first ten are printed too", 1)
-    trace_steps: str = setting("", "A:B; trace steps A to B - 1, of 1 …, for ui.perfetto.dev; empty: none",
+        20, "untimed steps that compile each graph, after a dry run of the evaluation; undone; 0: neither",
+        0, 1000)
+    train_log_every: int = setting(50, "steps between train log lines, after the first ten; 0: none")
+    val_loss_every: int = setting(0, "steps between validations, besides the first and last; 0: none at all")
+    val_batch_size: int = setting(524_288, "tokens per validation batch of 8 ranks; each rank scores 1/8", 1)
+    val_progress_log_every: int = setting(10, "seconds between progress lines while scoring; 0: none")
+    training_timing_breakdown: bool = setting(False, "print where the time of a training step goes")
+    training_timing_every: int = setting(200, "steps between timing lines, after the first ten", 1)
+    trace_steps: str = setting("", "A:B traces steps A to B - 1 for ui.perfetto.dev; the first step is 1",
                                pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
-    profile_steps: str = setting("", "A:B; as TRACE_STEPS, with torch.profiler's trace beside; empty: none",
+    profile_steps: str = setting("", "A:B like TRACE_STEPS, plus a trace by torch.profiler",
                                  pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
-    device: str = setting("auto", "where to run", among="auto cpu cuda")
-    cpu_threads: int = setting(0, "threads of torch on the CPU; 0: its own number", 0, 1024)
-    compile: str = setting("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
+    device: str = setting("auto", "device to run on; auto: CUDA if there is a GPU", among="auto cpu cuda")
+    cpu_threads: int = setting(0, "CPU threads of torch; 0: torch's default", 0, 1024)
+    compile: str = setting("auto", "use torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = setting(
-        "auto", "activations; auto: where fast; float32 is TF32 in products of GPUs that have it",
+        "auto", "dtype of activations; auto: bfloat16 where it is fast; float32 uses TF32 on a GPU if it can",
         among="auto float32 bfloat16")  # fmt: skip
-    attention: str = setting("auto", "kernel; auto: the first that passes", among="auto fa3 varlen fa2 sdpa")
-    fused_mlp: str = setting("auto", "Triton MLP; auto: CUDA in bf16, if right and fast", among="auto 0 1")
-    fused_heads: str = setting("auto", "Triton norm, rotary, XSA; auto: CUDA if it passes", among="auto 0 1")
+    attention: str = setting(
+        "auto", "attention kernel; auto: the first that passes its check", among="auto fa3 varlen fa2 sdpa")
+    fused_mlp: str = setting(
+        "auto", "Triton MLP; auto: on CUDA in bfloat16, if correct and faster", among="auto 0 1")
+    fused_heads: str = setting(
+        "auto", "Triton QK norm, rotary and XSA; auto: on CUDA, if correct", among="auto 0 1")
     checkpoint_every_seconds: float = setting(
-        0.0, "seconds between checkpoints; 0: on a signal, and on a GPU at the end of training")
-    resume: str = setting("", "continue the unfinished run in this directory")
-    resume_other_code: bool = setting(False, "let RESUME go on with another script than the run's; recorded")
-    save_float: bool = setting(False, "write the weights before quantization too, as final_model.pt")
-    eval_only: str = setting("", "score this artifact instead of training")
-    foreign_names: str = setting("", "variables of other programs, as A,B, whose names resemble settings",
-                                 pattern="[A-Za-z0-9_, ]*")  # fmt: skip
+        0.0, "seconds between checkpoints; 0: only on a signal and, on a GPU, at the end of training")
+    resume: str = setting("", "directory of an unfinished run to continue")
+    resume_other_code: bool = setting(False, "allow RESUME with a script other than the run's (recorded)")
+    save_float: bool = setting(False, "also save the weights before quantization, as final_model.pt")
+    eval_only: str = setting("", "artifact to score instead of training")
+    foreign_names: str = setting(
+        "", "variables of other programs, as A,B, to ignore although they resemble settings",
+        pattern="[A-Za-z0-9_, ]*")  # fmt: skip
 
     @property
     def eval_length(self) -> int:
@@ -377,30 +415,36 @@ class Config(TrainingSettings):
 
     @property
     def val_pass_tokens(self) -> int:
-        """Tokens of one scoring pass of one rank.
+        """Tokens that one rank scores in one forward pass.
 
-        Upstream splits VAL_BATCH_SIZE over ranks and micro-steps, whose product is always eight. So does this
-        script, on any number of ranks.
+        Upstream divides VAL_BATCH_SIZE by ranks · micro-steps, which is always 8 there. This script divides
+        by 8 for any number of ranks.
         """
         return max(1, self.val_batch_size // 8)
 
     @property
     def lora_targets(self) -> list[str]:
-        """The modules that have adapters with TTT_MODE=lora."""
+        """The modules that have adapters in TTT_MODE=lora."""
         return self.ttt_lora_targets.split(",")
 
     @property
     def lora_scale_root(self) -> float:
-        """A and B have the root of an adapter's scale each."""
+        """The square root of α/r, the factor of an adapter's output α/r · B A x.
+
+        Instead of multiplying outputs, each of the two matrices absorbs one root. A is initialized, and both
+        are updated by AdamW, at √(α/r) times the scale: the initial bound of A and the learning rate have
+        this factor. B starts at zero.
+        """
         return math.sqrt(self.ttt_lora_alpha / self.ttt_lora_rank)
 
     most_documents_at_once = 96
 
     def documents_at_once(self, longest: int) -> int:
-        """Documents of up to `longest` targets that learn side by side on one rank.
+        """How many documents of up to `longest` targets one rank trains adapters for in one batch.
 
-        By default as many as a micro-batch has tokens for, windows being EVAL_SEQ_LEN long at most; but no
-        more than `most_documents_at_once` for being short: the adapters of each take memory, too.
+        TTT_BATCH_SIZE if it is set. Otherwise as many windows of EVAL_SEQ_LEN as a micro-batch has tokens
+        for; more if the documents are shorter, but at most `most_documents_at_once`, because the adapters of
+        each document take memory too.
         """
         if self.ttt_batch_size:
             return self.ttt_batch_size
@@ -410,7 +454,7 @@ class Config(TrainingSettings):
 
     @property
     def traced_steps(self) -> range:
-        """The steps of TRACE_STEPS or PROFILE_STEPS; the first step of a run is 1."""
+        """The steps of TRACE_STEPS or PROFILE_STEPS, counted from 1."""
         first, _, after = (self.trace_steps or self.profile_steps or "0:0").partition(":")
         return range(int(first), int(after))
 
@@ -425,32 +469,32 @@ class Config(TrainingSettings):
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
             (ttt_mode != "sgd" or chunk_fits,
-             "TTT_CHUNK_TOKENS >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN), and a multiple of EVAL_STRIDE, which is "
-             "above 0, for TTT_MODE=sgd"),
+             "for TTT_MODE=sgd: EVAL_STRIDE > 0, TTT_CHUNK_TOKENS >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN), and "
+             "TTT_CHUNK_TOKENS to be a multiple of EVAL_STRIDE"),
             (ttt_mode != "lora" or self.ttt_chunk_size <= self.eval_length,
-             "TTT_CHUNK_SIZE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_MODE=lora"),
+             "for TTT_MODE=lora: TTT_CHUNK_SIZE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
             (not self.gptq or clock == 0 or self.gptq_reserve_seconds < clock,
              "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
-            (not self.trace_steps or not self.profile_steps, "either TRACE_STEPS or PROFILE_STEPS"),
+            (not self.trace_steps or not self.profile_steps, "only one of TRACE_STEPS and PROFILE_STEPS"),
             (not window or len(self.traced_steps) > 0, "TRACE_STEPS or PROFILE_STEPS as A:B with A < B"),
-            (not self.resume or not self.eval_only, "either RESUME or EVAL_ONLY"),
+            (not self.resume or not self.eval_only, "only one of RESUME and EVAL_ONLY"),
         ]  # fmt: skip
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Config":
-        """Settings from `environ`, over the file that it names as CONFIG, over the defaults. ConfigError.
+        """Defaults, overridden by the file that CONFIG names, overridden by `environ`. Raises ConfigError.
 
-        Reading them is the business of ENVIRONMENT below: the one place where a section looks down.
+        This is the one place that uses a function defined in a later section, ENVIRONMENT.
         """
         return cls.from_values(read_settings(environ))
 
     def overrides(self) -> dict[str, str]:
-        """The settings that differ from their default, as strings, in the order of their names."""
+        """The settings that differ from their defaults, as strings, sorted by name."""
         return dict(sorted(self.as_env().items() - Config().as_env().items()))
 
 
 def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
-    """The value of one variable in its field's type. ConfigError says which values are expected."""
+    """The value of one variable in the type of its field. ConfigError names the values that are expected."""
     kind: Any = type(spec.default)
     limits = spec.metadata
     choices = limits["among"]
@@ -470,7 +514,7 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
             fits = limits["low"] <= value <= limits["high"]
         except ValueError:
             fits = False
-    # A file of KEY=VALUE lines must be able to hold every value.
+    # Printable, because config.env stores every value on one line.
     if not fits or not text.isprintable():
         way_out = "" if text else f"; unset it to get the default, {spec.default}"
         raise ConfigError(f"{name}={text!r}: expected {expected}; {limits['meaning']}{way_out}")
@@ -478,7 +522,7 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
 
 
 # ============================================================================================================
-# MACHINE — one process: its rank, its device, its peers.
+# MACHINE — one process: its rank, its device, and collectives with its peers.
 # ============================================================================================================
 
 
@@ -487,12 +531,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Machine:
-    """Where this process computes and who its peers are: the one place that knows a rank."""
+    """Where this process computes, and collectives with the other ranks. The rest of the file asks it."""
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
-    dtype: torch.dtype = torch.float32  # of activations: bfloat16 where matrix units take it
+    dtype: torch.dtype = torch.float32  # of activations; bfloat16 where the hardware is fast at it
     compiled: bool = False
 
     @property
@@ -502,83 +546,86 @@ class Machine:
 
     @property
     def device_name(self) -> str:
-        """What the device is called: a GPU by its name, a CPU by the instructions that torch uses there."""
+        """The name of the GPU, or the architecture and instruction set that torch uses on this CPU."""
         if self.on_gpu:
             return torch.cuda.get_device_name(self.device)
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} CPU"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled where that is wanted: as one graph, as a break would cost more than we gain.
+        """The function, compiled into one graph if COMPILE asks for it. A graph break is an error.
 
-        Only marked sizes may change. With dynamic=True settings would not be constants, which kernels need.
+        dynamic=False: only sizes marked as dynamic may change. With True, settings would not be constants in
+        the graph, as the kernels require.
         """
         if not self.compiled:
             return function
-        # Torch 2.11 can fuse sums over rows with sums over columns. At the looped graph that ends in an
-        # AssertionError. Torch 2.9 has no such option.
+        # Torch 2.11 can fuse reductions over rows with reductions over columns, which fails with an
+        # AssertionError on the looped graph. Torch 2.9 does not have this option.
         fusions = torch._inductor.config.triton
         if hasattr(fusions, "mix_order_reduction"):
             fusions.mix_order_reduction = False
         return torch.compile(function, dynamic=False, fullgraph=True)
 
     def wait(self) -> None:
-        """Wait until the device has finished what it was given."""
+        """Wait until the device has finished all submitted work."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order; all ranks call it together."""
+        """The values of all ranks, in rank order. Collective: all ranks must call it."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def add_up(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over the ranks; all ranks call it together."""
+        """Replace a tensor by its sum over the ranks. Collective: all ranks must call it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
 
 
 # ============================================================================================================
-# MODEL — weights live in banks, one 3-D parameter per shape; one block serves training, scoring, calibration.
+# MODEL — the matrices of all layers are in 3-D banks; one forward pass trains, scores and calibrates.
 # ============================================================================================================
 
-BOS_ID = 1  # begins every document, in all of the challenge's tokenizers
+BOS_ID = 1  # begins every document, in all tokenizers of the challenge
 
-# --- parameters: one table says how each is initialised, optimised and quantized ---
+# --- parameters: one table says how each is initialized, optimized and quantized ---
 
 
 class Parameter(NamedTuple):
-    """Everything that the rest of the file knows about one parameter."""
+    """How one parameter is initialized, optimized and quantized."""
 
-    # Row i of the first axis belongs to layer i (or to use i). Muon needs three axes: a bank of matrices,
-    # their rows, their columns.
+    # Row i of the first axis belongs to layer i (or to use i). Muon takes parameters with three axes: a bank
+    # of matrices, their rows, their columns.
     shape: tuple[int, ...]
-    # The first weights: a constant (a list fills the last axis), or normal with standard deviation `std`.
-    # Then the first `random_matrices` of a bank are drawn as MATRIX_INIT says.
+    # Initial weights: a constant (a list fills the last axis), or normal with standard deviation `std`. Then
+    # the first `random_matrices` matrices of a bank are drawn by MATRIX_INIT.
     constant: float | list[float] = 0.0
     std: float = 0.0
     random_matrices: int = 0
-    # muon: MATRIX_LR and MUON_WD. scalar: SCALAR_LR and ADAM_WD. embedding: TIED_EMBED_LR and EMBED_WD; a
-    # table of the vocabulary, used as a whole. head: HEAD_LR; such a table that only TIE_EMBEDDINGS=0 has.
+    # muon: MATRIX_LR and MUON_WD. scalar: SCALAR_LR and ADAM_WD. embedding: TIED_EMBED_LR and EMBED_WD, for a
+    # table with a row per token. head: HEAD_LR, for the output head that only TIE_EMBEDDINGS=0 has.
     optimizer: str = "scalar"
-    # The group of quantization: attn, mlp or embed, with the *_CLIP_SIGMAS of that name, and EMBED_BITS or
-    # MATRIX_BITS. Empty: a small tensor, always 8 bits.
-    role: str = ""
-    # The inputs of its matrices, by the names given to `observe`: matrix i of a bank has the Hessian
-    # (name, i). With two names the second half counts from 0 again. Without a name GPTQ rounds to nearest.
+    # attn or mlp: MATRIX_BITS and the *_CLIP_SIGMAS of that name. embed: EMBED_BITS and EMBED_CLIP_SIGMAS.
+    # Empty: a small tensor, always 8 bits.
+    quantize_as: str = ""
+    # What its matrices multiply, by the names passed to `observe`: GPTQ rounds matrix i of a bank with the
+    # Hessian (name, i). A bank with two names holds two matrices per layer, and its second half counts from 0
+    # again: with 11 layers, matrix 11 + i of `qo_bank` has the Hessian ("attn_out", i). Without a name, GPTQ
+    # rounds to nearest.
     inputs: tuple[str, ...] = ()
 
 
 def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
-    """Every parameter of the model by name, in the order in which they are stored.
+    """Every parameter of the model by name, in the order in which the artifact stores them.
 
-    A line here initialises, optimises, quantizes, stores and checkpoints a parameter. Layers read it as
-    `weights[name][layer]`.
+    An entry is all it takes to initialize, optimize, quantize, store and checkpoint a parameter. Layers read
+    it as `weights[name][layer]`.
 
     Names end in their axes, except those of banks. `qo_bank` holds all query matrices, then all output
-    matrices. `kv_bank` holds all keys, then all values. The other banks hold one matrix a layer. Output and
-    down matrices write to the residual stream and start at zero.
+    matrices. `kv_bank` holds all key matrices, then all value matrices. The other banks hold one matrix per
+    layer. Output and down matrices write to the residual stream and start at zero.
     """
     layers = c.num_layers
     width = c.model_dim
@@ -587,20 +634,20 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     table = {
         "token_embedding_VD": Parameter(
             (c.vocab_size, width), std=c.tied_embed_init_std,
-            optimizer="embedding", role="embed", inputs=("hidden",)),
-        **older_tables(c),
+            optimizer="embedding", quantize_as="embed", inputs=("hidden",)),
+        **ancestor_tables(c),  # none in the default
         "qo_bank": Parameter(
             (2 * layers, width, width), random_matrices=layers,
-            optimizer="muon", role="attn", inputs=("attn_in", "attn_out")),
+            optimizer="muon", quantize_as="attn", inputs=("attn_in", "attn_out")),
         "kv_bank": Parameter(
             (2 * layers, c.kv_dim, width), random_matrices=2 * layers,
-            optimizer="muon", role="attn", inputs=("attn_in", "attn_in")),
+            optimizer="muon", quantize_as="attn", inputs=("attn_in", "attn_in")),
         "mlp_up_bank": Parameter(
             (layers, c.mlp_dim, width), random_matrices=layers,
-            optimizer="muon", role="mlp", inputs=("mlp_in",)),
+            optimizer="muon", quantize_as="mlp", inputs=("mlp_in",)),
         "mlp_down_bank": Parameter(
             (layers, width, c.mlp_dim),
-            optimizer="muon", role="mlp", inputs=("mlp_hidden",)),
+            optimizer="muon", quantize_as="mlp", inputs=("mlp_hidden",)),
         "attn_scale_LD": Parameter((layers, width), 1.0),
         "mlp_scale_LD": Parameter((layers, width), 1.0),
         "resid_keep_LD": Parameter((layers, width), 1.0),
@@ -616,42 +663,47 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     if c.smear_gate_enabled:
         table["smear_gate_1W"] = Parameter((1, c.gate_window))
         table["smear_scale_1"] = Parameter((1,))
-    table.update(older_vectors(c))
+    table.update(ancestor_vectors(c))  # none in the default
     if lane_layers:
-        # For each of the two lanes: how much it keeps of itself, of attention's output, of the MLP's.
+        # For each of the two lanes: the weights of the lane itself, of attention's output and of the MLP's.
         table["lane_mix_P23"] = Parameter((lane_layers, 2, 3), [1.1, 1.0, 1.0])
     return table
 
 
 def count_parameters(c: ModelSettings) -> int:
-    """How many weights the model has."""
+    """The number of parameters of the model."""
     return sum(math.prod(parameter.shape) for parameter in parameter_table(c).values())
 
 
 def visit_order(c: ModelSettings, looping: bool) -> list[int]:
-    """The layers in the order they run; the first half are the U-Net's encoder (PR #1493)."""
+    """The layers in the order in which they run; the first half is the encoder of the U-Net (PR #1493).
+
+    looping: whether recurrence is on. With the default settings the order is then
+    0 1 2 3 4 5 3 4 | 5 3 4 5 6 7 8 9 10, where | separates encoder and decoder.
+    """
     layers = list(range(c.num_layers))
-    if looping and c.num_loops > 0:  # LOOP_START and LOOP_END have no meaning without extra passes
+    if looping and c.num_loops > 0:  # without extra passes, LOOP_START and LOOP_END are not checked
         first = c.loop_start
         after = c.loop_end + 1
-        # The looped layers follow one another as a group, not each by itself.
+        # The loop repeats as a group: 3 4 5 3 4 5, not 3 3 4 4 5 5.
         layers = layers[:first] + layers[first:after] * (c.num_loops + 1) + layers[after:]
     return layers
 
 
 def is_parallel(layer: int, mode: str, c: ModelSettings) -> bool:
-    """Whether attention and MLP of a layer read side by side, in this PARALLEL_MODE.
+    """Whether attention and MLP of a layer run in parallel, in this PARALLEL_MODE.
 
-    lanes: each reads a residual lane of its own (PR #1529). gptj: both read the same one (PR #1493).
+    lanes: each reads a residual stream of its own, called a lane (PR #1529). gptj: both read the same
+    residual stream (PR #1493).
     """
     return c.parallel_mode == mode and 0 <= c.parallel_start_layer <= layer
 
 
-# --- plain forms: the mathematics of a layer; KERNELS has faster twins of some ---
+# --- reference implementations of the parts of a layer; KERNELS has faster implementations of some ---
 
-Operation = Callable[..., Tensor]  # of a layer: a plain form, or its faster twin
-RMS_NORM_EPS = 2.0**-23  # the same for every version of torch
-XSA_MIN_SQUARE = 1e-24  # of a value's length: nothing is divided by zero
+Operation = Callable[..., Tensor]  # any implementation of one part of a layer
+RMS_NORM_EPS = 2.0**-23  # explicit, because torch's default depends on its version
+XSA_MIN_SQUARE = 1e-24  # least squared length of a value, to avoid a division by zero
 
 
 def rms_norm(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -663,27 +715,29 @@ def rms_norm(x: Tensor, scale: float = 1.0) -> Tensor:
 def rotary_table(length: int, c: ModelSettings, device: torch.device = CPU, longest: int = 0) -> Tensor:
     """Cosines and sines (2, T, 1, rotated/2). Inputs longer than in training get a larger base (PR #549).
 
-    longest: tokens of the longest input that shares this base; 0: `length`.
+    longest: tokens of the longest input that shares this base, so that all of them see the same angles;
+    0: `length`.
     """
     rotated = c.rotated_dims
     base = c.rope_base
     trained_length = c.rope_train_seq_len or c.train_seq_len
-    # The slowest pair of channels slows down by the whole stretch: its angles stay within those of training.
-    # The fastest pair keeps its speed. All inputs up to TRAIN_SEQ_LEN have the same base.
+    # NTK-aware scaling: the slowest channel pair slows down by the whole stretch, so that its angles stay in
+    # the range of training, and the fastest keeps its speed. All inputs up to TRAIN_SEQ_LEN share one base.
     stretch = max(longest or length, c.train_seq_len) / trained_length
     if stretch > 1 and rotated > 2:
         base *= stretch ** (rotated / (rotated - 2))
     exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
-    # In float64: angles of thousands of radians lose digits in fp32.
+    # In float64, because fp32 loses digits at angles of thousands of radians.
     positions_T11 = torch.arange(length, dtype=torch.float64, device=device)[:, None, None]
     angles = positions_T11 * base ** (-exponents)
     return torch.stack([angles.cos(), angles.sin()]).float()
 
 
 def rotate(x_BTHE: Tensor, rotary: Tensor) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) of the first channels of each head; the others pass unchanged.
+    """Apply rotary embedding (arXiv 2104.09864) to the first channels of each head, (B, T, heads, E).
 
-    rotary: a `rotary_table`. The first half of the rotated channels pairs with the second half.
+    rotary: a `rotary_table`. Channel i of the first half of the rotated channels pairs with channel i of the
+    second half.
     """
     cos, sin = rotary
     half = cos.size(-1)
@@ -692,19 +746,19 @@ def rotate(x_BTHE: Tensor, rotary: Tensor) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """The input of attention, (B, T, heads, E). Keys and values may come once for each query head, too."""
+    """The input of attention, (B, T, heads, E). Keys and values may be repeated for every query head."""
 
     q_BTHE: Tensor
     k_BTKE: Tensor
     v_BTKE: Tensor
-    own_BTKE: Tensor  # the values once more, for XSA: the gradients of the two uses stay apart
+    own_BTKE: Tensor  # the values again, for XSA: a kernel gets the gradients of the two uses separately
 
 
 def heads_plain(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
-    """Split projected inputs into the query, key and value heads of attention.
+    """Split the projection into query, key and value heads, with QK norm and rotary embedding.
 
-    Normalised queries and keys have cosines as products; the learned gain of each query head sharpens them.
-    The heads N are the H query heads, then the key heads, then as many value heads.
+    The heads N are H query heads, then K key heads, then K value heads. After QK norm, attention scores are
+    cosines; a learned gain per query head sharpens them.
     """
     key_heads = (qkv_BTNE.size(2) - len(gain_H)) // 2
     q_BTHE, k_BTKE, v_BTKE = qkv_BTNE.split([len(gain_H), key_heads, key_heads], dim=2)
@@ -714,7 +768,7 @@ def heads_plain(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
 
 
 def repeat_heads(x_BTKE: Tensor, like_BTHE: Tensor) -> Tensor:
-    """Keys or values, each head as often as it takes to have as many as the other tensor."""
+    """Keys or values, each head repeated so that there is one for every head of the other tensor."""
     if x_BTKE.size(2) == like_BTHE.size(2):
         return x_BTKE
     return x_BTKE.repeat_interleave(like_BTHE.size(2) // x_BTKE.size(2), 2)
@@ -723,12 +777,12 @@ def repeat_heads(x_BTKE: Tensor, like_BTHE: Tensor) -> Tensor:
 def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
     """torch's attention, (B, T, H, E). mask: (B, 1, T, T), true where a query sees a key; None: causal."""
     if mask is not None and q_BTHE.is_cuda:
-        # torch's fast kernels with a mask do not support grouped heads.
+        # The fast kernels of torch that take a mask do not support grouped heads.
         k_BTKE = repeat_heads(k_BTKE, q_BTHE)
         v_BTKE = repeat_heads(v_BTKE, q_BTHE)
     dtype = q_BTHE.dtype
     if not q_BTHE.is_cuda and dtype == torch.bfloat16:
-        # The backward pass of torch's attention takes twice as long in bfloat16 on a CPU as in fp32.
+        # On a CPU the backward pass of torch's attention takes twice as long in bfloat16 as in fp32.
         q_BTHE, k_BTKE, v_BTKE = q_BTHE.float(), k_BTKE.float(), v_BTKE.float()
     y_BHTE = F.scaled_dot_product_attention(
         q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2),
@@ -742,31 +796,32 @@ def attention_documents(
 ) -> Tensor | None:
     """The last argument of `attend`: a mask for torch's attention, `document_starts` for all others.
 
-    starts: None if they are not known yet. one_a_row: each row is one document, which needs no mask.
+    starts: `document_starts` on the device, or None to find them here. one_a_row: each row is a single
+    document, so torch's attention takes no mask.
     """
     if attend is not attention_sdpa:
         return starts_on_device(ids_BT, c) if starts is None else starts
     if one_a_row or not c.doc_mask:
         return None
-    # Tokens of one document share its number. Nobody sees a later token.
+    # Number the documents of a row: a query sees the keys with its own number, up to its own position.
     document_BT = (ids_BT == BOS_ID).cumsum(1)
     same_B1TT = document_BT[:, None, :, None] == document_BT[:, None, None]
     return same_B1TT.tril()
 
 
 def gated(y_BTHE: Tensor, *gate: Tensor) -> Tensor:
-    """Each head times its gate. gate: some channels of the layer's input, and weights; or nothing."""
+    """Multiply each head by its gate. gate: some channels of the layer's input and their weights, or none."""
     if not gate:
         return y_BTHE
-    # 0.5 makes the sigmoid less steep (PR #1855).
+    # The factor 0.5 makes the sigmoid less steep (PR #1855).
     return y_BTHE * torch.sigmoid(0.5 * F.linear(*gate))[..., None]
 
 
 def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
-    """Exclusive self attention: each head loses its component along its own token's value, then is `gated`.
+    """Exclusive self-attention (XSA; Zhai, arXiv 2603.09078; with grouped heads: PR #265), then `gated`.
 
-    The component is (y·v / v·v) v, with sums at least in fp32. (Zhai, arXiv 2603.09078; with grouped heads:
-    PR #265.)
+    Remove from the output y of each head its component along the value v of the same token,
+    (y·v / v·v) v. Sums are at least in fp32.
     """
     wide = torch.promote_types(y_BTHE.dtype, torch.float32)
     y_BTKGE = y_BTHE.unflatten(2, (v_BTKE.size(2), -1))
@@ -778,22 +833,22 @@ def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
 
 
 def activation(x: Tensor, slope: float) -> Tensor:
-    """LeakyReLU(slope)², the MLP's activation (PR #493); slope 0 is relu². Calibration reads it from here."""
+    """The activation of the MLP, LeakyReLU(slope)² (PR #493); slope 0 is ReLU²."""
     return F.leaky_relu(x, slope).square()
 
 
 def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float) -> Tensor:
-    """x_ND plus the MLP of `rms_norm(x_ND, scale)`, (N, D); the three tensors have one dtype."""
+    """x_ND plus the MLP of `rms_norm(x_ND, scale)`, (N, D). The three tensors have the same dtype."""
     return x_ND + F.linear(activation(F.linear(rms_norm(x_ND, scale), up_FD), slope), down_DF)
 
 
-def token_before(x_BTD: Tensor) -> Tensor:
-    """For each token the vector of the one before it in its row; zero for the first."""
+def previous_token(x_BTD: Tensor) -> Tensor:
+    """For each token, the vector of the previous token in its row; zero for the first."""
     return F.pad(x_BTD[:, :-1], (0, 0, 1, 0))
 
 
 class Ops(NamedTuple):
-    """The operations that KERNELS may replace; the defaults are the plain forms above."""
+    """The implementations that the model calls. KERNELS may replace these reference implementations."""
 
     attend: Operation = attention_sdpa
     mlp: Operation = mlp_plain
@@ -804,21 +859,24 @@ class Ops(NamedTuple):
 # --- adapters of test-time training ---
 
 
-# An adapter adds B A x to an output, with matrices of its own for each row of a batch (arXiv 2106.09685).
-# q, k and v belong to projections. o and mlp go around attention and MLP as a whole, from the input of the
-# branch to its output (PR #1530). head belongs to the logits.
-# The adapters of one visit come in groups that read the same x: "attention" (q, k, v and o), "mlp", "head".
-# A group has the A of all its names one below the other, (rows, names · rank, channels of x), and by name
-# its B, (rows, channels of the output, rank).
+# An adapter adds B A x to an output (LoRA, arXiv 2106.09685), with separate matrices A and B for each row of
+# the batch. q, k and v adapt projections. o and mlp bypass attention and MLP as a whole, from the input of
+# the branch to its output (PR #1530). head adapts the logits.
+#
+# Adapters of a visit that read the same x form a group: "attention" (q, k, v, o), "mlp" or "head". A group
+# has one tensor with the A matrices of all its adapters stacked, and one B per adapter. For rank r and
+# TTT_LORA_TARGETS=q,v,mlp, for example, the adapters of a visit are
+#   {"attention": (A of shape (B, 2r, D), {"q": B of shape (B, D, r), "v": B of shape (B, kv_dim, r)}),
+#    "mlp": (A of shape (B, r, D), {"mlp": B of shape (B, D, r)})}
 Adapters = dict[str, tuple[Tensor, dict[str, Tensor]]]
 
 
 def low_rank(x_BTI: Tensor, adapters: Adapters, group: str) -> dict[str, Tensor]:
-    """The outputs (B, T, O) of a group's adapters for x, by name; empty without adapters."""
+    """The output B A x, (B, T, O), of each adapter in a group, by name; empty without adapters."""
     if group not in adapters:
         return {}
     a_BRI, b_of_name = adapters[group]
-    # One product reads x for all of them, and one makes its gradient.
+    # Stacked, the A matrices of a group take one matmul, and so does the gradient of x.
     inner_BTR = (x_BTI @ a_BRI.mT).chunk(len(b_of_name), dim=-1)
     return {name: inner @ b_of_name[name].mT for name, inner in zip(b_of_name, inner_BTR, strict=True)}
 
@@ -827,33 +885,33 @@ def low_rank(x_BTI: Tensor, adapters: Adapters, group: str) -> dict[str, Tensor]
 
 # Parameters by name, each split along its first axis, in the dtype of the activations.
 WeightRows = dict[str, tuple[Tensor, ...]]
-# Called with (name of the input, layer, values) where matrices multiply them: calibration sums x xᵀ.
+# Called with (name, layer, x) for the input x of every matrix: calibration sums x xᵀ.
 Observer = Callable[[str, int, Tensor], None]
 
 
 class Context(NamedTuple):
-    """Computed once in a forward pass and shared by all visits. Put values made of the ids here."""
+    """Computed once per forward pass and shared by all layers. Anything derived from the ids goes here."""
 
     weights: WeightRows
-    x0_BTD: Tensor  # the embeddings: every block may mix them in again
+    x0_BTD: Tensor  # the embeddings, which every layer can mix in again
     rotary: Tensor
     documents: Tensor | None  # of `attention_documents`
     observe: Observer | None
-    values_BTK: Tensor | None  # an embedding of each token for all value heads, only with VE_ENABLED
+    values_BTK: Tensor | None  # value embeddings, only with VE_ENABLED (configs/pr549.env and pr785.env)
 
 
 class GPT(nn.Module):
-    """The model. Parameters are fp32 masters, drawn from (SEED, name) and cast to `compute_dtype` at use."""
+    """The model. Parameters are kept in fp32 and cast to `compute_dtype` at use."""
 
     def __init__(self, settings: ModelSettings, seed: int | None) -> None:
-        """seed: of the first weights; None: they come from elsewhere, and nothing is drawn."""
+        """seed: of the initial weights; None leaves them uninitialized, to be loaded."""
         super().__init__()
         self.settings = settings
-        # `ready_model` of KERNELS sets these three.
+        # `ready_model` in KERNELS sets these three.
         self.machine = Machine()
         self.compute_dtype = torch.float32
         self.ops = Ops()
-        # Tables of the vocabulary are used as a whole. Layers read everything else row by row.
+        # Layers read their parameters row by row; embedding tables and the output head are used whole.
         self.row_names = []
         for name, parameter in parameter_table(settings).items():
             weights = torch.empty(parameter.shape)
@@ -869,12 +927,12 @@ class GPT(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Hidden states (B, T, D) after the last norm.
 
-        starts: `document_starts`, found here if not given. looping: run the NUM_LOOPS extra passes.
-        observe: called with the inputs of all matrices, for calibration.
+        starts: `document_starts` on the device, found here if not given. looping: run the NUM_LOOPS extra
+        passes. observe: called with the inputs of all matrices, for calibration.
 
-        Two hooks serve test-time training. adapters: those of each visit, in the order of the visits; each
-        row is then one document. longest: as in `rotary_table`. Without test-time training read `adapters`
-        as [{}], and `longest` as 0.
+        The other two arguments are for test-time training; on a first reading, take `adapters` as empty.
+        adapters: one entry per visit, in order; each row of the batch is then a single document.
+        longest: as in `rotary_table`.
         """
         c = self.settings
         layers = visit_order(c, looping)
@@ -891,41 +949,41 @@ class GPT(nn.Module):
         )  # fmt: skip
         adapters = adapters or [{}] * len(layers)
 
-        # A U-Net. The encoder keeps the first lane after each visit. Each visit of the decoder gets one of
-        # them back, the last one first.
+        # A lane is a residual stream: there is one, or two from PARALLEL_START_LAYER on. The layers form a
+        # U-Net: encoder visits push their first lane on a stack, decoder visits pop one, last in, first out.
         lanes = [context.x0_BTD]
-        kept: list[Tensor] = []
+        skips: list[Tensor] = []
         for visit, layer in enumerate(layers):
-            # As many lanes as the layer reads: a loop may lead from layers with two back to one with one.
-            lanes = [lanes[0], lanes[-1]] if is_parallel(layer, "lanes", c) else [join(lanes)]
+            # As many lanes as this layer reads: a loop can lead from a layer with two back to one with one.
+            lanes = [lanes[0], lanes[-1]] if is_parallel(layer, "lanes", c) else [merge_lanes(lanes)]
             keep = weights["resid_keep_LD"][layer]
-            decoded = visit - len(layers) // 2
-            if decoded >= 0 and kept:
-                lanes[0], x = self._add_skip(lanes[0], kept.pop(), keep, decoded, weights)
+            decoder_visit = visit - len(layers) // 2  # negative in the encoder
+            if decoder_visit >= 0 and skips:
+                lanes[0], x = self._add_skip(lanes[0], skips.pop(), keep, decoder_visit, weights)
             else:
                 x = keep * lanes[0]
-            # Attention reads the first lane, with some of the embeddings mixed in again.
+            # Attention reads the first lane, scaled by `keep`, with a share of the embeddings mixed in again.
             x = torch.addcmul(x, weights["resid_inject_LD"][layer], context.x0_BTD)
             lanes = self._block(layer, x, lanes, context, adapters[visit])
-            if decoded < 0:
-                kept.append(lanes[0])
+            if decoder_visit < 0:
+                skips.append(lanes[0])
 
-        hidden = rms_norm(join(lanes))
+        hidden = rms_norm(merge_lanes(lanes))
         if observe is not None:
             observe("hidden", 0, hidden)
         return hidden
 
     def _add_skip(
-        self, lane: Tensor, skip: Tensor, keep: Tensor, decoded: int, weights: WeightRows
+        self, lane: Tensor, skip: Tensor, keep: Tensor, decoder_visit: int, weights: WeightRows
     ) -> tuple[Tensor, Tensor]:
-        """A lane with a skip of the U-Net, and `keep` times it, both (B, T, D).
+        """The lane with a skip connection added, and `keep` times that sum, both (B, T, D).
 
-        decoded: the number of the decoder's visit. The second is multiplied out: so the backward pass needs a
-        copy of the first only where it goes on.
+        `keep` times the sum is computed from the inputs, not from the sum, so that the backward pass does not
+        have to store the sum.
         """
-        skip_weight = weights["skip_weight_SD"][decoded]
-        if self.settings.skip_gates_enabled:  # mix them by a learned share (PR #1493)
-            share = weights["skip_gate_SD"][decoded].sigmoid()
+        skip_weight = weights["skip_weight_SD"][decoder_visit]
+        if self.settings.skip_gates_enabled:  # interpolate by a learned share (PR #1493)
+            share = weights["skip_gate_SD"][decoder_visit].sigmoid()
             skip_weight = (1.0 - share) * skip_weight
             x = keep * share * lane
             lane = share * lane
@@ -935,30 +993,30 @@ class GPT(nn.Module):
         return torch.addcmul(lane, skip_weight, skip), x
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Scores (N, V) of every next token, before the softcap."""
+        """Logits (N, V) of the next token, before the softcap."""
         head = "token_embedding_VD" if self.settings.tie_embeddings else "output_head_VD"
         return F.linear(hidden_ND, self.get_parameter(head).to(hidden_ND.dtype))
 
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor, added_NV: Tensor | None = None) -> Tensor:
-        """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap).
+        """Loss (N,) in nats of each target, at least in fp32: cross-entropy of softcap·tanh(logits/softcap).
 
-        added_NV: the output of an adapter of the head. LOGIT_SOFTCAP=0: cross-entropy of the logits.
+        added_NV: the output of the head's adapter. LOGIT_SOFTCAP=0: cross-entropy of the logits themselves.
         """
         logits_NV = self.logits(hidden_ND)
         if added_NV is not None:
             logits_NV = logits_NV + added_NV
-        # A sum over the vocabulary needs more digits than bfloat16 has.
+        # Sums over the vocabulary take fp32.
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         softcap = self.settings.logit_softcap
         if not softcap:
             return F.cross_entropy(logits_NV, targets_N, reduction="none")
         if logits_NV.is_cuda:
-            # The same tanh: a GPU has an instruction for the power in a sigmoid, and makes a tanh of thirty.
+            # tanh(x) = 2 sigmoid(2x) - 1. On a GPU tanh takes about thirty instructions, exp in sigmoid one.
             bounded_NV = 2 * torch.sigmoid(2 / softcap * logits_NV) - 1
         else:
             bounded_NV = torch.tanh(logits_NV / softcap)
-        # Powers of bounded scores cannot overflow, so no pass looks for the largest one first. A GPU computes
-        # powers of two faster than those of e, hence bits.
+        # Bounded logits cannot overflow, so the softmax does not have to subtract the maximum first. In bits
+        # rather than nats, because exp2 is faster than exp on a GPU.
         nats_of_bit = math.log(2)
         bits_NV = softcap / nats_of_bit * bounded_NV
         bits_N = bits_NV.exp2().sum(1).log2() + F.nll_loss(bits_NV, targets_N, reduction="none")
@@ -967,90 +1025,90 @@ class GPT(nn.Module):
     def loss(
         self, inputs_BT: Tensor, targets_BT: Tensor, starts: Tensor | None = None, looping: bool = True
     ) -> Tensor:
-        """Mean loss of a batch in nats per token: training minimises it."""
+        """Mean loss of a batch in nats per token, which training minimizes."""
         hidden_BTD = self(inputs_BT, starts, looping)
         return self.loss_per_token(hidden_BTD.flatten(0, 1), targets_BT.flatten()).mean()
 
     def look_up(self, name: str, rows_BT: Tensor) -> Tensor:
-        """Rows of a table of the vocabulary, (B, T, C), in the dtype of the activations."""
+        """Rows of an embedding table, (B, T, C), in the dtype of the activations."""
         return F.embedding(rows_BT, self.get_parameter(name)).to(self.compute_dtype)
 
     def _weights_by_row(self) -> WeightRows:
-        """All parameters but the tables, split along the first axis; made once for all visits of a row."""
+        """The parameters that layers read, cast and split along the first axis, once per forward pass."""
         whole: dict[str, Tensor] = {name: self.get_parameter(name) for name in self.row_names}
         queries, outputs = whole.pop("qo_bank").chunk(2)
         keys, values = whole.pop("kv_bank").chunk(2)
-        # One product makes queries, keys and values: it reads the activations once, and so do its gradients.
+        # One matmul for queries, keys and values reads the activations once, and so do its gradients.
         whole["qkv"] = torch.cat([queries, keys, values], dim=1)
-        # Scale the rows of the matrix instead of the activations: fewer products, same output.
+        # Scaling the rows of a matrix gives the same output as scaling activations, with fewer operations.
         whole["attn_out"] = whole.pop("attn_scale_LD")[:, :, None] * outputs
         whole["mlp_down"] = whole.pop("mlp_scale_LD")[:, :, None] * whole.pop("mlp_down_bank")
         if "attn_gate_LHW" in whole:
-            # A GPU multiplies whole groups of eight channels: the gate reads some more, with weights of zero.
+            # GPU matmuls work on groups of eight channels: pad the gate with zero weights to a multiple.
             gates_LHW = whole.pop("attn_gate_LHW")
             more = min(-gates_LHW.size(2) % 8, self.settings.model_dim - gates_LHW.size(2))
             whole["attn_gate"] = F.pad(gates_LHW, (0, more))
         return {name: weights.to(self.compute_dtype).unbind(0) for name, weights in whole.items()}
 
     def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
-        """Normalised embeddings (B, T, D), each mixed with the one before it."""
+        """Normalized embeddings (B, T, D), each mixed with the previous token's."""
         c = self.settings
         x = self.look_up("token_embedding_VD", inputs_BT)
-        if c.bigram_vocab_size:
+        if c.bigram_vocab_size:  # only configs/pr549.env and pr785.env
             x = x + table_rows(
                 self, bigram_rows(inputs_BT, c), weights,
                 "bigram_table_RC", "bigram_projection_1DC", "bigram_scale_1")  # fmt: skip
         if c.smear_gate_enabled:
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ weights["smear_gate_1W"][0])
-            # Nothing crosses the start of a document (PR #1851). A shut gate costs less than a zeroed vector.
+            # Nothing crosses the start of a document (PR #1851). Closing the gate is cheaper than zeroing the
+            # previous token's vector.
             if c.doc_mask:
                 gate_BT = gate_BT.masked_fill(inputs_BT == BOS_ID, 0.0)
             gate_BT = gate_BT * weights["smear_scale_1"][0]
-            x = torch.addcmul(x, gate_BT[..., None], token_before(x))
+            x = torch.addcmul(x, gate_BT[..., None], previous_token(x))
         x = rms_norm(x)
-        if c.channel_smear_enabled:
+        if c.channel_smear_enabled:  # only configs/pr549.env and pr785.env
             x = channel_smear(x, inputs_BT, weights, c)
         return x
 
     def _block(
         self, layer: int, x: Tensor, lanes: list[Tensor], context: Context, adapters: Adapters
     ) -> list[Tensor]:
-        """One visit of one layer: one residual lane, or from PARALLEL_START_LAYER on two (PR #1529).
+        """One visit of a layer: its new lanes, one or, from PARALLEL_START_LAYER on, two (PR #1529).
 
-        x: what attention reads, (B, T, D).
+        x: the input of attention, (B, T, D). lanes: one or two residual streams, (B, T, D) each.
         """
         c = self.settings
         scale = (layer + 1) ** -0.5 if c.ln_scale else 1.0
-        side_by_side = is_parallel(layer, "gptj", c)  # only configs/pr1493.env
+        gptj = is_parallel(layer, "gptj", c)  # only configs/pr1493.env
 
-        attended = self._attention(layer, rms_norm(x, scale), context, adapters)
+        attn_out = self._attention(layer, rms_norm(x, scale), context, adapters)
 
-        # The MLP reads the second lane if there is one, else the sum that attention wrote to.
+        # The MLP reads the second lane if there is one, otherwise the residual stream after attention.
         if len(lanes) == 2:
-            mlp_reads = lanes[1]
-        elif side_by_side:
-            mlp_reads = x
+            mlp_in = lanes[1]
+        elif gptj:
+            mlp_in = x
         else:
-            mlp_reads = x + attended
-        mlp_sum = self._mlp(layer, mlp_reads, scale, context, adapters)
+            mlp_in = x + attn_out
+        mlp_sum = self._mlp(layer, mlp_in, scale, context, adapters)
 
-        if side_by_side:
-            return [mlp_sum + attended]
+        if gptj:
+            return [mlp_sum + attn_out]
         if len(lanes) == 1:
             return [mlp_sum]
-        # Each lane keeps a learned share of itself and adds shares of both outputs.
+        # Each lane is a learned combination of itself and the two outputs.
         mixed = []
-        written = mlp_sum - mlp_reads
+        mlp_out = mlp_sum - mlp_in
         mix_23 = context.weights["lane_mix_P23"][layer - c.parallel_start_layer]
         for lane, (keep, from_attention, from_mlp) in zip(lanes, mix_23, strict=True):
-            mixed.append(keep * lane + from_attention * attended + from_mlp * written)
+            mixed.append(keep * lane + from_attention * attn_out + from_mlp * mlp_out)
         return mixed
 
     def _attention(self, layer: int, x_BTD: Tensor, context: Context, adapters: Adapters) -> Tensor:
-        """The output of attention, (B, T, D)."""
+        """The output of attention for its normalized input, both (B, T, D)."""
         c = self.settings
         w = context.weights
-        # Project the input to queries, keys and values, and split them into heads.
         qkv_BTR = F.linear(x_BTD, w["qkv"][layer])
         added = low_rank(x_BTD, adapters, "attention")
         if added:
@@ -1061,7 +1119,7 @@ class GPT(nn.Module):
             qkv_BTR = torch.cat(parts, dim=-1)
         qkv_BTNE = qkv_BTR.unflatten(-1, (-1, c.head_dim))
         heads = self.ops.heads(qkv_BTNE, w["qk_gain_LH"][layer], context.rotary)
-        if context.values_BTK is not None and layer in c.value_layers:  # only configs/pr549.env (PR #549)
+        if context.values_BTK is not None and layer in c.value_layers:  # only configs/pr549.env and pr785.env
             scale = w["value_layer_scale_N"][c.value_layers.index(layer)]
             v_BTKE = heads.own_BTKE + (scale * context.values_BTK).unflatten(-1, (c.num_kv_heads, -1))
             heads = Heads(heads.q_BTHE, heads.k_BTKE, repeat_heads(v_BTKE, heads.k_BTKE), v_BTKE)
@@ -1076,7 +1134,6 @@ class GPT(nn.Module):
         else:
             y_BTHE = gated(y_BTHE, *gate)
 
-        # Join the heads and project them back.
         y_BTD = y_BTHE.flatten(2)
         if context.observe is not None:
             context.observe("attn_in", layer, x_BTD)
@@ -1087,7 +1144,7 @@ class GPT(nn.Module):
     def _mlp(
         self, layer: int, x_BTD: Tensor, scale: float, context: Context, adapters: Adapters
     ) -> Tensor:
-        """x plus the output of norm and MLP, (B, T, D); adapters and calibration read behind the norm."""
+        """x plus the MLP of its norm, (B, T, D). Adapters and calibration read x after the norm."""
         slope = self.settings.activation_number
         up_FD = context.weights["mlp_up_bank"][layer]
         down_DF = context.weights["mlp_down"][layer]
@@ -1095,38 +1152,42 @@ class GPT(nn.Module):
         if context.observe is not None or "mlp" in adapters:
             x_BTD = rms_norm(x_BTD, scale)
         if context.observe is not None:
-            # A fused kernel keeps its hidden values to itself: calibration computes them again.
+            # A fused kernel does not return its hidden values, so calibration computes them again.
             context.observe("mlp_in", layer, x_BTD)
             context.observe("mlp_hidden", layer, activation(F.linear(x_BTD, up_FD), slope))
         added = low_rank(x_BTD, adapters, "mlp")
         return y_BTD + added["mlp"] if added else y_BTD
 
 
-def join(lanes: list[Tensor]) -> Tensor:
-    """One lane out of one or two: their mean."""
+def merge_lanes(lanes: list[Tensor]) -> Tensor:
+    """The mean of one or two lanes."""
     if len(lanes) == 1:
         return lanes[0]
     return (lanes[0] + lanes[1]) / 2
 
 
 def build_model(config: Config) -> GPT:
-    """The model of a run with its first weights, on the CPU.
+    """The model of a run with its initial weights, on the CPU.
 
-    It has the settings that the artifact stores, and no others: if it needs more, its first step fails.
+    It gets only the settings that the artifact stores: a model that reads any other setting fails at its
+    first step, not after training, when the artifact is loaded.
     """
     return GPT(ModelSettings.from_values(config.as_env()), config.seed)
 
 
-# --- the first weights ---
+# --- initial weights ---
 
 
 def generator_of(text: str) -> torch.Generator:
-    """Random numbers that depend on the text alone: its CRC-32 is the same on every machine."""
+    """A random generator seeded by a text. CRC-32 makes the seed the same on every machine."""
     return torch.Generator().manual_seed(zlib.crc32(text.encode()))
 
 
 def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int) -> Tensor:
-    """The first weights of a parameter. They depend on seed and name alone: no feature changes another's."""
+    """The initial weights of a parameter. They depend only on the seed and the name of the parameter.
+
+    So a new parameter does not change the initial weights of the others.
+    """
     generator = generator_of(f"{seed} {name}")
     weights = torch.empty(parameter.shape).copy_(torch.tensor(parameter.constant))
     if parameter.std:
@@ -1134,26 +1195,27 @@ def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int
     for matrix in weights[: parameter.random_matrices]:
         if c.matrix_init == "orthogonal":
             nn.init.orthogonal_(matrix, generator=generator)
-        else:  # torch's own for a linear layer: ±1 / sqrt(inputs)
+        else:  # the default of nn.Linear: uniform within ±1 / sqrt(inputs)
             nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
     return weights
 
 
-# --- documents: where they begin, and how the device learns it ---
+# --- where documents begin, on the host and on the device ---
+
 
 def document_starts(inputs_BT: Array, c: ModelSettings) -> Array:
-    """Where rows and, with DOC_MASK, documents begin in the flattened inputs, then B T; int32, all different.
+    """The cu_seqlens of varlen attention: where sequences begin in the flattened inputs, and B·T; int32.
 
-    Varlen attention reads them as its cu_seqlens.
+    A sequence is a row or, with DOC_MASK, a document within a row.
     """
     begins_BT = (inputs_BT == BOS_ID) & c.doc_mask
-    # Nothing attends across rows. A row that begins with a document counts once: no document is empty.
+    # Every row begins a sequence, but only one if it begins with BOS: no sequence is empty.
     begins_BT[:, 0] = True
     return np.append(np.flatnonzero(begins_BT), inputs_BT.size).astype(np.int32)
 
 
 def to_device(array: Array, device: torch.device) -> Tensor:
-    """The array as a tensor on the device. The host does not wait for a GPU that is still at work."""
+    """The array as a tensor on the device. The host does not wait for the copy."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -1161,38 +1223,41 @@ def to_device(array: Array, device: torch.device) -> Tensor:
 
 
 def starts_to_device(host_starts: Array, device: torch.device) -> Tensor:
-    """The `document_starts` of a batch on the device, for compiled code."""
+    """The `document_starts` of a batch as a tensor on the device, for compiled code."""
     starts = to_device(host_starts, device)
-    torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
+    torch._dynamo.mark_dynamic(starts, 0)  # otherwise every number of documents compiles a new graph
     return starts
 
 
 def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
-    """The `document_starts` of ids on a device. It waits for the device, which compiled code cannot."""
+    """The `document_starts` of ids that are on a device. Not for compiled code: it waits for the device."""
     return starts_to_device(document_starts(ids_BT.cpu().numpy(), c), ids_BT.device)
 
 
-# --- only configs/pr549.env and older: bigrams, value embeddings, channel smear, an untied head ---
+# --- ancestors only, none of it in the default ---
+#
+# Hashed bigrams, value embeddings and channel smear: configs/pr549.env and pr785.env. An untied output head:
+# TIE_EMBEDDINGS=0, an option of upstream that no config sets.
 
 
-def older_tables(c: ModelSettings) -> dict[str, Parameter]:
-    """Tables with a row for each token, or for each hash of a pair of tokens."""
+def ancestor_tables(c: ModelSettings) -> dict[str, Parameter]:
+    """Tables with a row per token, or per hash of a pair of tokens."""
     table = {}
     if not c.tie_embeddings:
-        # The embedding is no head: it starts as nn.Embedding does, and no matrix product reads it.
+        # An untied embedding is initialized as in nn.Embedding, and is not the input of any matmul.
         size = (c.vocab_size, c.model_dim)
-        table["token_embedding_VD"] = Parameter(size, std=1.0, optimizer="embedding", role="embed")
-        table["output_head_VD"] = Parameter(size, optimizer="head", role="embed", inputs=("hidden",))
+        table["token_embedding_VD"] = Parameter(size, std=1.0, optimizer="embedding", quantize_as="embed")
+        table["output_head_VD"] = Parameter(size, optimizer="head", quantize_as="embed", inputs=("hidden",))
     if c.bigram_vocab_size:
         table["bigram_table_RC"] = Parameter(
-            (c.bigram_vocab_size, c.bigram_dim), optimizer="embedding", role="embed")  # fmt: skip
+            (c.bigram_vocab_size, c.bigram_dim), optimizer="embedding", quantize_as="embed")  # fmt: skip
     if c.ve_enabled:
         table["value_table_VC"] = Parameter(
-            (c.vocab_size, c.ve_dim), std=0.01, optimizer="embedding", role="embed")  # fmt: skip
+            (c.vocab_size, c.ve_dim), std=0.01, optimizer="embedding", quantize_as="embed")  # fmt: skip
     return table
 
 
-def older_vectors(c: ModelSettings) -> dict[str, Parameter]:
+def ancestor_vectors(c: ModelSettings) -> dict[str, Parameter]:
     """Scales, and the matrices that project rows of these tables to the width of embeddings or values."""
     table = {}
     if c.channel_smear_enabled:
@@ -1210,12 +1275,12 @@ def older_vectors(c: ModelSettings) -> dict[str, Parameter]:
 
 
 def bigram_rows(inputs_BT: Tensor, c: ModelSettings) -> Tensor:
-    """The row of the bigram table for each token and the one before it, (B, T): a hash of both (PR #549).
+    """Rows (B, T) of the bigram table: a hash of each token and the previous one (PR #549).
 
-    The first token of a row and, with DOC_MASK, of a document has no token before it: it gets the last row.
+    The first token of a row and, with DOC_MASK, of a document has no previous token: it gets the last row.
     """
     last_row = c.bigram_vocab_size - 1
-    ids_BT = inputs_BT.int()  # products wrap around at 32 bits
+    ids_BT = inputs_BT.int()  # int32, so that the products below wrap around
     hashed = torch.bitwise_xor(36_313 * ids_BT[:, 1:], 27_191 * ids_BT[:, :-1]) % last_row
     rows_BT = F.pad(hashed, (1, 0), value=last_row)
     if c.doc_mask:
@@ -1226,10 +1291,7 @@ def bigram_rows(inputs_BT: Tensor, c: ModelSettings) -> Tensor:
 def table_rows(
     model: GPT, rows_BT: Tensor, weights: WeightRows, table: str, projection: str, scale: str
 ) -> Tensor:
-    """Rows of a table, (B, T, C): projected to C channels where the table has others, and scaled.
-
-    The bigram table starts at zero, so pairs add nothing at first.
-    """
+    """Rows of a table, scaled and projected to C channels unless the table has C columns, (B, T, C)."""
     values = model.look_up(table, rows_BT)
     if projection in weights:
         values = F.linear(values, weights[projection][0])
@@ -1237,8 +1299,8 @@ def table_rows(
 
 
 def channel_smear(x_BTD: Tensor, inputs_BT: Tensor, weights: WeightRows, c: ModelSettings) -> Tensor:
-    """Mix each channel with a learned share of the token before (PR #549)."""
-    previous = token_before(x_BTD)
+    """Mix a learned share of the previous token into each channel (PR #549)."""
+    previous = previous_token(x_BTD)
     # The first token of a document is mixed with zero.
     if c.doc_mask:
         previous = previous.masked_fill((inputs_BT == BOS_ID)[..., None], 0.0)
@@ -1247,21 +1309,22 @@ def channel_smear(x_BTD: Tensor, inputs_BT: Tensor, weights: WeightRows, c: Mode
 
 
 # ============================================================================================================
-# KERNELS — faster forms of the operations in `Ops`. Before a run each is tried against its plain twin.
+# KERNELS — faster implementations for `Ops`, each checked against its reference implementation before a run.
 # ============================================================================================================
-# The MLP's kernel makes four products. Each walks over tiles of its output, and ends a tile with an epilogue:
+# One kernel computes the four matmuls of the MLP. A program loops over tiles of the output, and finishes each
+# tile with an epilogue on the result Z of the matmul. The columns are named as the kernel's arguments:
 #
-#   product      reads                           epilogue                      writes
-#   "up"         x, up, norm                     phi(P), P = norm · product    act, with the sign of P
-#   "down"       act, down, x                    product + x                   the output
-#   "d_product"  d_out, down, norm, act          norm · product · phi'(P)      d_product; along, sums of rows
-#   "d_x"        d_product, up, along, x, d_out  product + along · x + d_out   d_x
+#   MATMUL  Z = a · weight  factors  given  epilogue                  out  more
+#   "up"    x · upᵀ         norm     -      phi(P), P = norm · Z      act  -
+#   "down"  act · downᵀ     -        x      Z + given                 y    -
+#   "d_up"  d_y · down      norm     act    norm · Z · phi'(P)        d_up along, sums over rows (written)
+#   "d_x"   d_up · up       along    x      Z + along · given + more  d_x  d_y (read)
 #
-# phi is `activation`. The backward pass reads the root of phi(P) and the sign of P, so P itself is never
-# written: its sign is the lowest bit of act. In bfloat16 that is more exact than phi of a rounded P.
+# phi is `activation`. Its derivative needs only the root of phi(P) and the sign of P. So P itself is never
+# stored: its sign is the lowest bit of act. In bfloat16 that is more exact than phi of a rounded P.
 
-# Tiles of the kernel, by the shared memory that a block may have. The first was the fastest of those tried on
-# an H100; the other two were only compiled, for an A100 and for cards with 99 KB.
+# Tile sizes by the shared memory that a block may use. The first was the fastest of those tried on an H100.
+# The other two were only compiled, for an A100 and for GPUs with 99 KB.
 MLP_TILES = {
     227 << 10: dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3),
     160 << 10: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=3),
@@ -1273,15 +1336,15 @@ if triton is not None:
     @triton.jit
     def mlp_kernel(  # type: ignore[no-untyped-def]
         a, weight, factors, given, out, more, M, N, K, scale, slope,
-        PRODUCT: tl.constexpr, UNIT: tl.constexpr,
+        MATMUL: tl.constexpr, UNIT: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
-        # UNIT: the last bit of an output's mantissa, as a bit of fp32.
-        # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
-        BACKWARD: tl.constexpr = PRODUCT == "d_product" or PRODUCT == "d_x"
-        HALF_N: tl.constexpr = BLOCK_N // 2  # the epilogue goes by halves: its stores need half the memory
+        # UNIT: the lowest mantissa bit of the output's dtype, as a bit of an fp32 number.
+        # Descriptors use TMA on Hopper and later; on older GPUs the compiler turns them into masked pointers.
+        BACKWARD: tl.constexpr = MATMUL == "d_up" or MATMUL == "d_x"
+        HALF_N: tl.constexpr = BLOCK_N // 2  # the epilogue handles half a tile at a time, to halve its memory
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-        if BACKWARD:  # multiplies by the weights as they are, the forward pass by their transpose
+        if BACKWARD:  # the backward pass multiplies by the weights, the forward pass by their transpose
             weight_tiles = tl.make_tensor_descriptor(weight, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
         else:
             weight_tiles = tl.make_tensor_descriptor(weight, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
@@ -1290,7 +1353,7 @@ if triton is not None:
         tiles_across = tl.cdiv(N, BLOCK_N)
         tiles = tl.cdiv(M, BLOCK_M) * tiles_across
 
-        # Flattened, so that the loads of a program's next tile overlap the epilogue of this one.
+        # flatten=True lets the loads of a program's next tile overlap the epilogue of this one.
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             row = tile // tiles_across * BLOCK_M
             column = tile % tiles_across * BLOCK_N
@@ -1310,28 +1373,28 @@ if triton is not None:
             for half in tl.static_range(2):
                 corner = [row, column + half * HALF_N]
                 value = halves[half]
-                if PRODUCT == "up":
+                if MATMUL == "up":
                     value *= factor
                     leaky = tl.where(value > 0, value, slope * value)
                     bits = (leaky * leaky).to(tl.int32, bitcast=True)
-                    # Round to the nearest even number; of negative P to the nearest odd one.
+                    # Round to the nearest number whose lowest bit is 0, or 1 where P is negative.
                     bits = tl.where(value < 0, bits & (-2 * UNIT) | UNIT, bits + UNIT & (-2 * UNIT))
                     value = bits.to(tl.float32, bitcast=True)
-                elif PRODUCT == "down":
+                elif MATMUL == "down":
                     value += given_tiles.load(corner).to(tl.float32)
-                elif PRODUCT == "d_product":
+                elif MATMUL == "d_up":
                     act = given_tiles.load(corner).to(tl.float32)
                     value *= 2.0 * factor
                     sums = tl.sum(factor * value * act, 1) / (-K * scale * scale)
                     tl.atomic_add(more + rows, sums, rows < M)
-                    # Half the derivative of phi: its root, and -slope times that where P is negative.
+                    # Half of phi'(P) is the root of act, times -slope where P is negative.
                     was_negative = act.to(tl.int32, bitcast=True) & UNIT != 0
                     value *= act * tl.rsqrt(tl.maximum(act, 1e-30))
                     value = tl.where(was_negative, -tl.abs(slope) * value, value)
                 else:
                     value += factor * given_tiles.load(corner).to(tl.float32)
-                    # By addresses: Triton 3.5 gives a third descriptor more memory than a Hopper has. What
-                    # lies right of the last column is of the next row, and is not stored.
+                    # By addresses, because a third descriptor of Triton 3.5 would exceed the shared memory of
+                    # Hopper. Addresses right of the last column are in the next row; nothing stores those.
                     there = rows[:, None] * N + corner[1] + tl.arange(0, HALF_N)
                     value += tl.load(more + there, there < M * N, 0.0)
                 out_tiles.store(corner, value.to(out.dtype.element_ty))
@@ -1342,10 +1405,10 @@ if triton is not None:
         BACKWARD: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
-        # One head of some tokens. Forward reads qkv and writes q, k and v: each key and value head once for
-        # every query head of its group. Backward finds gradients in q, k, v and own_v, and writes those of
-        # qkv and, summed over these tokens, of the gain. All is computed in fp32: Triton promotes every
-        # operand of an fp32 value.
+        # A program handles one head of BLOCK_N tokens. The forward pass reads qkv and writes q, k and v, with
+        # each key and value head repeated for every query head of its group. The backward pass reads the
+        # gradients from q, k, v and own_v, and writes those of qkv and, summed over its tokens, of the gain.
+        # Arithmetic is in fp32, because one operand is and Triton promotes the other.
         head = tl.program_id(1)
         row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         channel = tl.arange(0, BLOCK_E)[None, :]
@@ -1353,7 +1416,7 @@ if triton is not None:
         here = (row * (H + 2 * K) + head) * E + channel
         GROUPS: tl.constexpr = H // K
 
-        if head >= H + K:  # values pass, once for each query head; their gradients add up
+        if head >= H + K:  # values: copied for each query head of the group; their gradients add up
             there = (row * H + (head - H - K) * GROUPS) * E + channel
             if BACKWARD:
                 d_x = tl.load(own_v + (row * K + head - H - K) * E + channel, inside, 0.0).to(tl.float32)
@@ -1365,17 +1428,17 @@ if triton is not None:
                 for group in tl.static_range(GROUPS):
                     tl.store(v + there + group * E, value, inside)
         else:
-            # Where this head lies in its own tensor: a key head once for each query head of its group.
+            # Where this head is in q or k. In k, a key head is repeated for each query head of its group.
             if head < H:
                 own = q + (row * H + head) * E
             else:
                 own = k + (row * H + (head - H) * GROUPS) * E
-            # One over the root mean square of each row, and the gain of the head; keys have a gain of one.
+            # 1 / RMS of each row, and the gain of the head, which is 1 for keys.
             x = tl.load(qkv + here, inside, 0.0).to(tl.float32)
             inverse = tl.rsqrt(tl.sum(x * x, 1) / E + eps)
             head_gain = tl.load(gain + head, head < H, 1.0)
             scale = (inverse * head_gain)[:, None]
-            # The partner of a channel in the rotation, and the rotation of this position; others stay.
+            # The partner of each rotated channel, and the angle at this position. Other channels pass.
             turned = inside & (channel < 2 * HALF)
             first = channel < HALF
             partner = tl.where(first, channel + HALF, channel - HALF)
@@ -1410,7 +1473,7 @@ if triton is not None:
         K: tl.constexpr, GROUPS: tl.constexpr, E: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
-        # One key head of some tokens, with all query heads of its group.
+        # A program handles one key head of BLOCK_N tokens, with all query heads of its group.
         key_head = tl.program_id(1)
         token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         channel = tl.arange(0, BLOCK_E)[None, :]
@@ -1440,78 +1503,83 @@ if triton is not None:
             tl.store(d_v + there, d_own, inside)
 
 
-@torch.library.custom_op("train_gpt::mlp_product", mutates_args=())
-def mlp_product(
-    product: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor],
+@torch.library.custom_op("train_gpt::mlp_matmul", mutates_args=())
+def mlp_matmul(
+    matmul: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor],
     scale: float, slope: float,
 ) -> list[Tensor]:  # fmt: skip
-    """One of the four products of the MLP by its kernel: see the table above the kernel.
+    """One of the four matmuls of the MLP, by the kernel: see the table at the top of this section.
 
-    weight: up_FD or down_DF; forward products sum over its second axis, backward ones over its first.
-    factors_M: norm or along, fp32. given: the (M, N) tensors that the epilogue reads. scale: of the norm
-    before the MLP. Returns the output (M, N), and for "d_product" also along_M: how much of each row of x is
-    in its gradient by way of its norm, -norm / (K scale²) times the row's sum of norm · product · phi'(P) P.
-    ValueError where a row is not whole 16 bytes, or a tensor does not begin at a multiple of them.
+    weight: up_FD or down_DF; the forward pass sums over its second axis, the backward pass over its first.
+    factors_M: norm or along, fp32. given: the (M, N) tensors that the epilogue reads: x, act, or x and d_y.
+    scale: of the norm before the MLP.
+
+    Returns out (M, N), and for "d_up" also along_M. The norm of x depends on x, which adds along · x to the
+    gradient of x: along is -norm / (K scale²) times the sum of norm · Z · phi'(P) P over a row.
+
+    Raises ValueError if a row is not a multiple of 16 bytes or a tensor does not begin at one, as TMA needs.
     """
     device = a_MK.device
-    results = mlp_product_shapes(product, a_MK, weight, factors_M, given)
+    results = mlp_matmul_shapes(matmul, a_MK, weight, factors_M, given)
     a, weight, *given = [tensor.contiguous() for tensor in (a_MK, weight, *given)]
-    # The tensor memory accelerator copies whole 16 bytes; other shapes take the plain form.
     for operand in (a, weight, *given, results[0]):
         if operand.data_ptr() % 16 or operand.shape[-1] * operand.itemsize % 16:
             columns = f"{a.shape[1]} and {results[0].shape[1]} columns"
-            raise ValueError(f"TMA reads rows of whole 16 bytes; got {columns}")
+            raise ValueError(f"TMA expects aligned rows of a multiple of 16 bytes; got {columns}")
 
-    # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
-    # It knows the device alone: a tensor in it would stay alive in both threads.
+    # Triton stores the allocator of scratch memory for descriptors per thread, and the backward pass has a
+    # thread of its own. It refers only to the device: it would keep a tensor alive in both threads.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
     programs = 1
     shared_bytes = max(MLP_TILES)
     if a.is_cuda:
         programs = torch.cuda.get_device_properties(device).multi_processor_count
         shared_bytes = shared_memory_bytes(device.index)
-    # The kernel has one order of three pointers: what is given, the output, and nothing, along or d_out.
-    pointers = [*(given[:1] or results), *results, *given[1:], None]
+    # The kernel's arguments `given`, `out` and `more`. "up" has no `given`; its descriptor gets `out`.
+    out, *along = results
+    first_given = given[0] if given else out
+    more = (*along, *given[1:], None)[0]
     mlp_kernel[(programs,)](
-        a, weight, factors_M, *pointers[:3], *results[0].shape, a.shape[1], scale, slope, PRODUCT=product,
-        UNIT=int(torch.finfo(a.dtype).eps * 2**23), **mlp_tile(product, shared_bytes))  # fmt: skip
+        a, weight, factors_M, first_given, out, more, *out.shape, a.shape[1], scale, slope, MATMUL=matmul,
+        UNIT=int(torch.finfo(a.dtype).eps * 2**23), **mlp_tile(matmul, shared_bytes))  # fmt: skip
     return results
 
 
 @functools.cache
 def shared_memory_bytes(device: int) -> int:
-    """How much a block of this GPU may have."""
+    """The shared memory that a block of this GPU may use."""
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def mlp_tile(product: str, shared_bytes: int) -> dict[str, int]:
-    """Options of the kernel for a product, on a card whose blocks may have this much shared memory."""
+def mlp_tile(matmul: str, shared_bytes: int) -> dict[str, int]:
+    """Options of the kernel for a matmul, on a GPU whose blocks may use this much shared memory."""
     fitting = max(least_bytes for least_bytes in MLP_TILES if least_bytes <= shared_bytes)
     tile = dict(MLP_TILES[fitting])
-    # The epilogue of "up" reads nothing, which leaves a Hopper memory for a fourth stage.
-    if product == "up" and fitting == max(MLP_TILES):
+    # The epilogue of "up" reads no tile, which on Hopper leaves memory for a fourth stage.
+    if matmul == "up" and fitting == max(MLP_TILES):
         tile["num_stages"] = 4
     return tile
 
 
-@mlp_product.register_fake
-def mlp_product_shapes(
-    product: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor], *options: float
+@mlp_matmul.register_fake
+def mlp_matmul_shapes(
+    matmul: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor], *options: float
 ) -> list[Tensor]:
-    """Empty outputs of the kernel's shapes, with which torch.compile traces."""
-    columns = weight.size(0) if product in ("up", "down") else weight.size(1)
-    # No `len`, which would make a number of rows that is left open a constant of the graph.
+    """Outputs of `mlp_matmul` with their shapes but not their values; torch.compile traces with them."""
+    columns = weight.size(0) if matmul in ("up", "down") else weight.size(1)
+    # `size`, because `len` would turn a dynamic number of rows into a constant of the graph.
     results = [a_MK.new_empty(a_MK.size(0), columns)]
-    if product == "d_product" and factors_M is not None:
+    if matmul == "d_up" and factors_M is not None:
         results.append(torch.zeros_like(factors_M))  # tiles add to it
     return results
 
 
 class FusedMlp(torch.autograd.Function):
-    """`mlp_plain`. Normalized rows are never written, nor kept for the backward pass.
+    """`mlp_plain` by the kernel. Normalized rows are neither written nor stored for the backward pass.
 
-    The factors of the norm, the activation, its derivative, and the gradients of norm and residual are in
-    epilogues of products (PR #1530 after modded-nanogpt PR #197; one number after its PR #322).
+    The epilogues of the matmuls apply the factors of the norm, the activation and its derivative, and the
+    gradients of the norm and the residual (PR #1530 after modded-nanogpt PR #197; storing only act follows
+    modded-nanogpt PR #322).
     """
 
     @staticmethod
@@ -1519,30 +1587,28 @@ class FusedMlp(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float
     ) -> Tensor:
         norm_N = scale * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
-        (act_NF,) = mlp_product("up", x_ND, up_FD, norm_N, [], scale, slope)
+        (act_NF,) = mlp_matmul("up", x_ND, up_FD, norm_N, [], scale, slope)
         ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, act_NF)
         ctx.options = (scale, slope)
-        return mlp_product("down", act_NF, down_DF, None, [x_ND], scale, slope)[0]
+        return mlp_matmul("down", act_NF, down_DF, None, [x_ND], scale, slope)[0]
 
     @staticmethod
-    def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_y_ND: Tensor) -> tuple[Any, ...]:
         x_ND, norm_N, up_FD, down_DF, act_NF = ctx.saved_tensors
         options = ctx.options
-        # The gradient of X Upᵀ, as norm_N multiplies it behind the product. A longer row has a smaller
-        # norm_N: along_N of x itself is in its gradient.
-        d_product_NF, along_N = mlp_product("d_product", d_out_ND, down_DF, norm_N, [act_NF], *options)
-        (d_x_ND,) = mlp_product("d_x", d_product_NF, up_FD, along_N, [x_ND, d_out_ND], *options)
-        # Where adapters learn, nobody asks for the last two: the compiler leaves them out.
-        return d_x_ND, d_product_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None, None
+        d_up_NF, along_N = mlp_matmul("d_up", d_y_ND, down_DF, norm_N, [act_NF], *options)
+        (d_x_ND,) = mlp_matmul("d_x", d_up_NF, up_FD, along_N, [x_ND, d_y_ND], *options)
+        # While only adapters learn, the gradients of the matrices are unused, and the compiler drops them.
+        return d_x_ND, d_up_NF.t() @ x_ND, d_y_ND.t() @ act_NF, None, None
 
 
-# A function around `apply`: Dynamo before torch 2.12 cannot trace a bound one that the model holds.
+# A function around `apply`, because Dynamo before torch 2.12 cannot trace a bound method held by the model.
 def mlp_fused(*inputs: Any) -> Tensor:
     """`mlp_plain` by the kernel."""
     return FusedMlp.apply(*inputs)
 
 
-# Tokens of one program of the two kernels around attention: with heads of 64, 16 values a thread.
+# Tokens per program of the two kernels around attention. With heads of 64 channels, a thread has 16 values.
 HEAD_ROWS = 32
 
 
@@ -1550,19 +1616,19 @@ HEAD_ROWS = 32
 def launch_heads(
     qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, gradients: list[Tensor]
 ) -> list[Tensor]:
-    """Queries, keys and values of `heads_plain`, keys and values once for each query head.
+    """Without `gradients`: q, k and v of `heads_plain`, keys and values repeated for each query head.
 
-    Given `gradients`, those of Heads: the gradients of qkv and of the gain.
-    The gradient of the gain comes in one part for each program, (H, programs) in fp32.
+    With the gradients of the four tensors in Heads: the gradients of qkv and of the gain. The gradient of the
+    gain is a partial sum per program, (H, programs) in fp32.
     """
     results = heads_shapes(qkv_BTNE, gain_H, rotary, gradients)
     B, T, N, E = qkv_BTNE.shape
     H = len(gain_H)
     K = (N - H) // 2
-    # The kernel has one order of pointers for both directions. Those that a direction lacks are None.
+    # The kernel's arguments q, k, v, own_v, d_qkv and d_gain. The forward pass has only the first three.
     if gradients:
         pointers = [*(gradient.contiguous() for gradient in gradients), *results]
-        programs = results[1].size(1)  # the last may have no tokens: it writes zeros
+        programs = results[1].size(1)  # the last can be without tokens, and writes zeros
     else:
         pointers = [*results, None, None, None]
         programs = triton.cdiv(B * T, HEAD_ROWS)
@@ -1577,18 +1643,18 @@ def launch_heads(
 def heads_shapes(
     qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, gradients: list[Tensor]
 ) -> list[Tensor]:
-    """What the kernel returns, without its values."""
+    """Outputs of `launch_heads` with their shapes but not their values."""
     B, T, _, E = qkv_BTNE.shape
     H = len(gain_H)
     if gradients:
-        # Two at least: the compiler would make a graph of its own for one.
+        # At least 2, because torch.compile makes a separate graph for sizes of 1.
         programs = 2 + B * T // HEAD_ROWS
         return [qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(H, programs, dtype=torch.float32)]
     return [qkv_BTNE.new_empty(B, T, H, E) for _ in range(3)]
 
 
 class FusedHeads(torch.autograd.Function):
-    """`heads_plain` in one kernel each way. The backward pass needs no second look at the queries."""
+    """`heads_plain` in one kernel per direction."""
 
     @staticmethod
     def forward(ctx: Any, qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
@@ -1612,15 +1678,15 @@ def heads_fused(*inputs: Tensor) -> Heads:
 def launch_xsa(
     y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor, d_out_BTHE: Tensor | None = None
 ) -> list[Tensor]:
-    """The output of `xsa_plain`, in a list. Given its gradient: the gradients of y, v and gate."""
+    """Without `d_out_BTHE`: [the output of `xsa_plain`]. With it: the gradients of y, v and gate."""
     results = xsa_shapes(y_BTHE, v_BTKE, gate_BTH, d_out_BTHE)
-    # The values lie between the other heads of a token. The kernel reads them there, if tokens are evenly
-    # spaced (`flatten` copies others) and the heads of a token lie side by side.
+    # The values are a slice of qkv. The kernel reads them there without a copy, if tokens have a constant
+    # stride (otherwise `flatten` copies) and the heads of a token are contiguous.
     v_NKE = v_BTKE.flatten(0, 1)
     N, K, E = v_NKE.shape
     if v_NKE.stride()[1:] != (E, 1):
         v_NKE = v_NKE.contiguous()
-    # As in `launch_heads`: output, its gradient, and the gradients of the three inputs.
+    # The kernel's arguments out, d_out, d_y, d_v and d_gate.
     if d_out_BTHE is None:
         pointers = [*results, None, None, None, None]
     else:
@@ -1636,13 +1702,13 @@ def launch_xsa(
 def xsa_shapes(
     y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor, d_out_BTHE: Tensor | None = None
 ) -> list[Tensor]:
-    """What the kernel returns, without its values."""
+    """Outputs of `launch_xsa` with their shapes but not their values."""
     like = [y_BTHE] if d_out_BTHE is None else [y_BTHE, v_BTKE, gate_BTH]
     return [tensor.new_empty(tensor.shape) for tensor in like]
 
 
 class FusedXsa(torch.autograd.Function):
-    """`xsa_plain` in one kernel each way, with all sums of a row."""
+    """`xsa_plain` in one kernel per direction."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -1663,7 +1729,7 @@ def xsa_fused(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
 
 
 def load_attention(name: str) -> Operation:
-    """The attention of this name. ImportError, AttributeError where it is not installed."""
+    """The attention implementation of this name. Raises ImportError or AttributeError if not installed."""
     if name == "sdpa":
         return attention_sdpa
     if name == "fa3":
@@ -1672,19 +1738,19 @@ def load_attention(name: str) -> Operation:
         kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
     else:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # Packages and versions spell causal attention differently. With packed query heads FlashAttention-3 reads
-    # them without TMA.
+    # Packages and versions spell causal attention differently. pack_gqa would keep FlashAttention-3 from
+    # reading queries by TMA.
     spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "pack_gqa": False}
     options = {key: spellings[key] for key in inspect.signature(kernel).parameters if key in spellings}
 
     def attention_varlen(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, starts: Tensor) -> Tensor:
-        # With grouped heads FlashAttention-3 adds up the gradients of keys and values in fp32, in memory that
-        # it clears first and converts afterwards: slower than keys and values for each query head.
+        # With grouped heads, FlashAttention-3 sums the gradients of keys and values in an fp32 buffer that it
+        # has to clear and convert. Repeating keys and values for each query head is faster.
         k_BTKE = repeat_heads(k_BTKE, q_BTHE)
         v_BTKE = repeat_heads(v_BTKE, q_BTHE)
         length = q_BTHE.size(1)
-        # A second view of the starts for the keys: Dynamo of torch 2.13 refuses the same tensor twice where a
-        # package's own autograd.Function takes it.
+        # A view for the keys, because Dynamo of torch 2.13 does not accept the same tensor twice as inputs of
+        # a package's autograd.Function.
         y: Any = kernel(
             q_BTHE.flatten(0, 1), k_BTKE.flatten(0, 1), v_BTKE.flatten(0, 1),
             starts, starts.view(-1), length, length, **options)
@@ -1695,34 +1761,34 @@ def load_attention(name: str) -> Operation:
     return attention_varlen
 
 
-# The forms of each setting, the one known as the fastest first. The last one is the plain form.
-FORMS = {
+# The implementations of each setting, by expected speed; the last one is the reference implementation.
+IMPLEMENTATIONS = {
     "attention": ["fa3", "varlen", "fa2", "sdpa"],
     "fused_mlp": ["kernel", "plain"],
     "fused_heads": ["kernel", "plain"],
 }
 
 
-def forms_to_try(setting: str, c: Config, machine: Machine) -> list[str]:
-    """The forms of a setting that this machine can run, in order; or the one that the setting names."""
-    forms = FORMS[setting]
+def implementations_to_try(setting: str, c: Config, machine: Machine) -> list[str]:
+    """The implementations of a setting to try on this machine, in order. For auto, all that it can run."""
+    names = IMPLEMENTATIONS[setting]
     asked = getattr(c, setting)
     if asked != "auto":
-        return {"0": forms[-1:], "1": forms[:-1]}.get(asked, [asked])
-    # In fp32 the MLP's kernel multiplies without TF32, which plain products have.
+        return {"0": names[-1:], "1": names[:-1]}.get(asked, [asked])
+    # In fp32 the MLP's kernel does not use TF32, which torch's matmuls do.
     if not machine.on_gpu or (setting == "fused_mlp" and machine.dtype != torch.bfloat16):
-        return forms[-1:]
-    # Without documents torch's own attention needs no mask, and is as fast as the other two.
+        return names[-1:]
+    # Without DOC_MASK torch's attention takes no mask, and is as fast as `varlen` and `fa2`.
     if setting == "attention" and not c.doc_mask:
         return ["fa3", "sdpa"]
-    return forms
+    return names
 
 
-def with_form(ops: Ops, setting: str, form: str) -> Ops:
-    """The operations with this form. ImportError, AttributeError where it is not installed."""
+def with_implementation(ops: Ops, setting: str, name: str) -> Ops:
+    """`ops` with this implementation of a setting. ImportError or AttributeError if it is not installed."""
     if setting == "attention":
-        return ops._replace(attend=load_attention(form))
-    if form == "plain":
+        return ops._replace(attend=load_attention(name))
+    if name == "plain":
         return ops
     if setting == "fused_mlp":
         return ops._replace(mlp=mlp_fused)
@@ -1730,17 +1796,18 @@ def with_form(ops: Ops, setting: str, form: str) -> Ops:
 
 
 def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list[Tensor]]:
-    """The model's call of a setting's operations, with inputs as in one forward pass of training.
+    """A function that calls the `Ops` of a setting as the model does, and random inputs for it.
 
-    The first input has the shape of the output: `both_passes` makes it the gradient of the output, too.
+    The inputs have the size of one forward pass of training. The output of function(model, *inputs) has the
+    shape of inputs[0], as `both_passes` requires.
     """
-    # EVAL_ONLY may have settings that nobody could train with: one row at least.
+    # At least one row, because EVAL_ONLY accepts settings that could not train.
     rows = min(c.micro_batch_tokens, c.train_batch_tokens // machine.world_size) // c.train_seq_len
     shape_BT = (max(1, rows), c.train_seq_len)
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
 
     if setting == "attention":
-        # A document begins in every 256 tokens or so.
+        # A document begins about every 256 tokens.
         ids_BT = (torch.rand(shape_BT, device=machine.device) < 1 / 256).long() * BOS_ID
         starts = starts_on_device(ids_BT, c)
 
@@ -1763,10 +1830,11 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list
     rotary = rotary_table(c.train_seq_len, c, machine.device).to(machine.dtype)
 
     def around_attention(model: GPT, wide_BTNE: Tensor, gain_H: Tensor, *gate: Tensor) -> Tensor:
-        # Some heads more than it reads, or the first input would be smaller than the output.
+        # The output has 3 H heads: queries, repeated keys, repeated values. So does the input, although only
+        # H + 2 K of them are read.
         qkv_BTNE = wide_BTNE[:, :, : c.num_heads + 2 * c.num_kv_heads]
         q_BTHE, k_BTKE, v_BTKE, own_BTKE = model.ops.heads(qkv_BTNE, gain_H, rotary)
-        # Queries stand for the output of attention.
+        # XSA takes the queries, in place of the output of attention.
         y_BTHE = model.ops.xsa(q_BTHE, own_BTKE, *gate)
         return torch.cat([y_BTHE, repeat_heads(k_BTKE, q_BTHE), repeat_heads(v_BTKE, q_BTHE)], dim=2)
 
@@ -1777,116 +1845,123 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list
 
 
 def both_passes(run: Operation, model: GPT, inputs: list[Tensor]) -> list[Tensor]:
-    """The output, then the gradient of each input, if the first input is the gradient of the output."""
+    """The output of run(model, *inputs), then the gradient of each input.
+
+    The backward pass starts from some gradient of the output: any will do, so it is inputs[0].
+    """
     out, gradients = torch.autograd.functional.vjp(functools.partial(run, model), tuple(inputs), inputs[0])
     return [out, *gradients]
 
 
-def largest_error(results: list[Tensor], exact: list[Tensor]) -> float:
-    """Of all results, relative to their largest value; infinite if not a number.
+def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest error of any result, relative to the largest expected value; infinite if not a number.
 
-    exact: possibly of the first rows and tokens alone.
+    expected: may have only the first rows and tokens of each result, which are then compared alone.
     """
     errors = []
-    for found, wanted in zip(results, exact, strict=True):
+    for found, wanted in zip(results, expected, strict=True):
         found = found[tuple(slice(size) for size in wanted.shape)]
         error = ((found - wanted).abs().max() / wanted.abs().max()).item()
         errors.append(error if math.isfinite(error) else math.inf)
     return max(errors)
 
 
-MAX_FORM_ERROR = 0.03  # relative to the largest value: bfloat16 has 8 bits, and errors add up along a row
-# Tokens of a row on which attention is compared: the memory of the exact form grows with their square.
+MAX_RELATIVE_ERROR = 0.03  # bfloat16 has 8 bits of precision, and errors add up along a row
+# Attention is compared on this many tokens of a row: the reference takes memory quadratic in their number.
 ATTENTION_CHECK_TOKENS = 2048
 
 
 class ChosenOps(NamedTuple):
-    """The operations of a run, chosen once for training and evaluation alike."""
+    """The implementations of a run, chosen once for training and evaluation."""
 
     ops: Ops
-    report: list[str]  # lines for the log: which forms were tried, and what came of each
+    report: list[str]  # lines for the log: the chosen implementations, and what became of the others
 
 
-def choose_form(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOps:
-    """`ops` with the first form of a setting that is installed, compiles, launches and agrees on all ranks.
+def choose_implementation(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOps:
+    """`ops` with an implementation of a setting that is installed, compiles, and is correct on all ranks.
 
-    Of such forms of the MLP a GPU has the fastest: which one that is depends on the card and on torch.
-    All ranks call it together. ConfigError if no form agrees.
+    Attention and heads get the first such implementation. On a GPU the MLP gets the fastest, because the
+    order depends on the GPU and on torch. Collective. ConfigError if no implementation passes.
     """
-    forms = forms_to_try(setting, c, machine)
-    if not machine.on_gpu and forms == FORMS[setting][-1:]:
-        return ChosenOps(ops, [f"{setting}:{forms[0]} tried: nothing, it is the plain form"])
-    model = GPT(c, seed=None)  # holds the operations as the model of the run will
+    names = implementations_to_try(setting, c, machine)
+    if not machine.on_gpu and names == IMPLEMENTATIONS[setting][-1:]:
+        return ChosenOps(ops, [f"{setting}:{names[0]} (reference implementation)"])
+    model = GPT(c, seed=None)  # for its `ops`; its parameters are not used
     run, inputs = trial_of(setting, c, machine)
-    compared = inputs
+    reference_inputs = inputs
     if setting == "attention":
-        # Its exact form is in float64. Queries behind the compared tokens are zero, and so are the gradients
-        # from there: the results of the first tokens are those of a row that ends with them.
+        # The reference is in float64, on the first rows and tokens only. For the first tokens to have the
+        # same results in the whole row, no gradient may reach them from later tokens: the later entries of
+        # inputs[0], which is both the queries and the gradient of the output, are zero.
         inputs[0][:, ATTENTION_CHECK_TOKENS:] = 0.0
-        compared = [tensor[:2, :ATTENTION_CHECK_TOKENS].double() for tensor in inputs]
-    exact = both_passes(run, model, compared)
-    # A form is tried exactly as it will run: held by a model, compiled in one graph, with a backward pass.
+        reference_inputs = [tensor[:2, :ATTENTION_CHECK_TOKENS].double() for tensor in inputs]
+    expected = both_passes(run, model, reference_inputs)
+    # Try an implementation exactly as it will run: called by a model, compiled, with a backward pass.
     passes = functools.partial(both_passes, machine.compile(run), model, inputs)
 
     tried = []
-    agreed: dict[str, Ops] = {}
+    passed: dict[str, Ops] = {}
     warnings: list[str] = []
-    for form in forms:
+    for name in names:
         error = math.inf
         try:
-            model.ops = with_form(ops, setting, form)
-            error = largest_error(passes(), exact)
+            model.ops = with_implementation(ops, setting, name)
+            error = largest_error(passes(), expected)
             message = f"error:{error:.1e}"
         except Exception as failure:  # it is not installed, or does not compile or run here
             said = f"{type(failure).__name__}: {failure}"
-            # Dynamo names its reasons further down.
+            # The first line, and the lines further down in which Dynamo gives its reasons.
             message = " ".join(re.findall(r"\A.*|(?:Explanation|context): .+", said))
-        # All ranks look at the same form at the same time, and judge it by the worst of them.
+        # All ranks try the same implementation at the same time, and the worst result decides.
         worst_error, worst_message = max(machine.gather((error, message)))
-        tried.append(f"{form} {worst_message}")
-        if worst_error <= MAX_FORM_ERROR:
-            agreed[form] = model.ops
+        tried.append(f"{name} {worst_message}")
+        if worst_error <= MAX_RELATIVE_ERROR:
+            passed[name] = model.ops
             if setting != "fused_mlp" or not machine.on_gpu:
                 break
         elif not worst_message.startswith("ModuleNotFoundError"):
-            warnings.append(f"warning: {setting}: {form} is installed, but refused: {worst_message}")
+            warnings.append(f"warning: {setting}: {name} is installed but rejected: {worst_message}")
 
-    if agreed:
-        times_ms = dict.fromkeys(agreed, 0.0)
-        if len(agreed) > 1:
-            for form in agreed:
-                model.ops = agreed[form]
-                # All wait for the slowest rank. Two forms agree only where Triton is, which measures them.
-                times_ms[form] = max(machine.gather(triton.testing.do_bench(passes)))
-                tried.append(f"{form} {times_ms[form]:.2f} ms")
-        fastest = min(agreed, key=times_ms.__getitem__)
-        return ChosenOps(agreed[fastest], [f"{setting}:{fastest} tried: {' | '.join(tried)}", *warnings])
-    raise ConfigError(f"{setting.upper()}={getattr(c, setting)}: {' | '.join(tried)}; "
-                      "lower MICRO_BATCH_TOKENS, or set auto if it is not set")  # fmt: skip
+    if not passed:
+        asked = getattr(c, setting)
+        way_out = "" if asked == "auto" else f", or set {setting.upper()}=auto"
+        raise ConfigError(f"{setting.upper()}={asked}: no implementation works here: {' | '.join(tried)}; "
+                          f"if memory ran out, lower MICRO_BATCH_TOKENS{way_out}")  # fmt: skip
+    chosen, *others = passed
+    if others:  # the MLP on a GPU: Triton is installed, and measures them
+        times_ms = {}
+        for name in passed:
+            model.ops = passed[name]
+            # Every step waits for the slowest rank.
+            times_ms[name] = max(machine.gather(triton.testing.do_bench(passes)))
+            tried.append(f"{name} {times_ms[name]:.2f} ms")
+        chosen = min(times_ms, key=times_ms.__getitem__)
+    return ChosenOps(passed[chosen], [f"{setting}:{chosen} tried: {' | '.join(tried)}", *warnings])
 
 
 def fast_ops(c: Config, machine: Machine) -> ChosenOps:
-    """The fastest form of each operation that agrees with its plain twin at the shape of a micro-batch.
+    """Implementations for a run, each checked against its reference at the shapes of a micro-batch.
 
-    All ranks call it together. ConfigError if a setting names a form and it fails.
+    Collective. ConfigError if a setting names an implementation that fails its check.
     """
     ops = Ops()
     report = []
-    for setting in FORMS:
-        ops, lines = choose_form(setting, ops, c, machine)
+    for setting in IMPLEMENTATIONS:
+        ops, lines = choose_implementation(setting, ops, c, machine)
         report += lines
     if machine.on_gpu and c.doc_mask and c.attention == "auto" and ops.attend is attention_sdpa:
-        slow = ("ATTENTION=sdpa with DOC_MASK=1 makes a step about 1.5 times as long: install flash_attn_3, "
-                "flash_attn, or torch 2.10 or later; all of them need COMPUTE_DTYPE=bfloat16")  # fmt: skip
+        slow = ("ATTENTION=sdpa with DOC_MASK=1 makes steps about 1.5 times as long; install flash_attn_3, "
+                "flash_attn, or torch 2.10 or later, and use COMPUTE_DTYPE=bfloat16")  # fmt: skip
         if machine.world_size >= 8:
-            raise ConfigError(f"{slow}. ATTENTION=sdpa accepts it")
+            raise ConfigError(f"{slow}; to train anyway, set ATTENTION=sdpa")
         report.append(f"warning: {slow}")
     return ChosenOps(ops, report)
 
 
 def ready_model(model: GPT, machine: Machine, ops: Ops) -> GPT:
-    """Move a model to this rank's device, and give it the operations of the run."""
-    # Training, windows and adapters have graphs of the same functions; torch gives up after eight.
+    """Move a model to this rank's device, and set the implementations that it calls."""
+    # Training, windows and adapters compile the same functions; torch stops after eight graphs of one.
     torch._dynamo.config.recompile_limit = 64
     model.to(machine.device)
     model.machine = machine
@@ -4319,17 +4394,17 @@ class Quantizer:
         """name: for messages. hessians: from `collect_hessians`.
 
         COLUMN_STEPS is the power in `_equalize_columns`; 0 gives all columns the same step. With TRELLIS=1
-        the codes of each column follow a trellis. Both apply to matrices only, the parameters with a role.
+        the codes of each column follow a trellis. Both apply to matrices only, those with `quantize_as`.
         Raises ArtifactError if weights or Hessians are not finite.
         """
-        self.trellis = config.trellis and parameter.role != ""
+        self.trellis = config.trellis and parameter.quantize_as != ""
         self.nearest = nearest_on_trellis if self.trellis else nearest_code
         self.damping = config.gptq_damping  # grows if a Hessian needs more
         self.weights_NRC = weights.detach().view(bank_shape(parameter.shape))
         self.column_steps = 0.0
         self.column_exponents_NC = torch.zeros_like(self.weights_NRC[:, 0], dtype=torch.int8)
         # The unit of a step: the standard deviation of a row, or in small tensors its largest |weight|.
-        if parameter.role:
+        if parameter.quantize_as:
             self.spreads_NR = self.weights_NRC.std(dim=2)
             self.column_steps = config.column_steps
         else:
@@ -4735,11 +4810,11 @@ def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tu
     multiplier: factor on the configured step, or an array of factors. The step is never finer than that of 8
     bits, nor coarser than COARSEST_STEP unless configured so. Small tensors always get 8 bits.
     """
-    if not parameter.role:
+    if not parameter.quantize_as:
         return SMALL_STEP, MAX_CODE
     # Clip and bits are as published; rate control then scales the step.
-    clip = getattr(config, f"{parameter.role}_clip_sigmas")
-    bits = config.embed_bits if parameter.role == "embed" else config.matrix_bits
+    clip = getattr(config, f"{parameter.quantize_as}_clip_sigmas")
+    bits = config.embed_bits if parameter.quantize_as == "embed" else config.matrix_bits
     configured = clip / (2 ** (bits - 1) - 1)
     step = np.clip(multiplier * configured, clip / MAX_CODE, max(configured, COARSEST_STEP))
     return step, clip / step
@@ -4932,7 +5007,7 @@ def read_artifact(
     for name, parameter in table.items():
         matrices, rows, columns = bank_shape(parameter.shape)
         shapes += [(rows, matrices * columns), (rows, matrices)]
-        if header["column_steps"] and parameter.role:
+        if header["column_steps"] and parameter.quantize_as:
             column_shapes[name] = (matrices, columns)
     arrays = iter(decode(coded, [*shapes, *column_shapes.values()]))
     banks = {name: QuantizedWeights(next(arrays), next(arrays)) for name in table}

@@ -101,7 +101,8 @@ else:
     raise AssertionError("a checkpoint of other states was loaded")
 """,
     "kernel": """
-ops, report = choose_form("fused_mlp", Ops(), Config.from_env({**SMALL, "FUSED_MLP": "1"}), Machine())
+config = Config.from_env({**SMALL, "FUSED_MLP": "1"})
+ops, report = choose_implementation("fused_mlp", Ops(), config, Machine())
 assert ops.mlp is mlp_in_halves and report[0].startswith("fused_mlp:halves"), report
 """,
 }

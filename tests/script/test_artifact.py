@@ -50,7 +50,7 @@ def bits_of(path: Path) -> dict[str, int]:
     return {
         name: int(abs(bank.codes.astype(int)).max()).bit_length() + 1
         for name, bank in banks.items()
-        if table[name].role
+        if table[name].quantize_as
     }
 
 

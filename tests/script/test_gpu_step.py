@@ -178,7 +178,7 @@ ATTENTION = {
     "fa2": "flash_attn._flash_attn_varlen_forward.default",
     "sdpa": "aten._scaled_dot_product_flash_attention_for_cpu.default",
 }
-OUR_KERNELS = {"mlp_product": 2, "heads": 1, "xsa": 1}  # how often a visit's forward pass calls each
+OUR_KERNELS = {"mlp_matmul": 2, "heads": 1, "xsa": 1}  # how often a visit's forward pass calls each
 
 
 @pytest.fixture(params=ATTENTION)

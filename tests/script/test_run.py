@@ -122,7 +122,7 @@ def test_the_summary_is_true_and_scores_are_per_byte_of_text(finished: Ended, da
     assert shipped.read_bytes() == train_gpt.with_settings(plain, config)
     assert summary["data"]["hashes"]["tokenizer"] == sha256(dataset / "tokenizer.model")
     assert set(summary["losses"]) == {"roundtrip", "sliding_window", "legal_ttt"}
-    assert {"preflight", "init", "warmup", "train", "quantize", "reload"} <= set(summary["phases"])
+    assert {"preflight", "build_model", "warmup", "train", "quantize", "reload"} <= set(summary["phases"])
     assert all(limit["ok"] for limit in summary["limits"].values())
     assert summary["comparable"] is False  # VAL_TOKENS_LIMIT
     total = summary["artifact"]["bytes"] + summary["code"]["bytes_wrapped"]

@@ -55,6 +55,12 @@ def test_ours(before: bool) -> None:
     assert not told_twice & set(log.settings), "lines that hold no settings"
 
 
+def test_the_attention_of_a_run_is_read() -> None:
+    """From lines of a GPU, which tried some, and of a CPU, which has the reference implementation."""
+    for line in ("attention:fa3 tried: fa3 error:4.0e-03", "attention:fa3 (reference implementation)"):
+        assert parse_log(f"{line}\n", Path("log.txt")).attention == ["fa3"]
+
+
 def test_dialect_b() -> None:
     log = parse_log(DIALECT_B, Path("train_seed42.log"))
     assert (log.dialect, log.seed, log.steps) == ("B", 42, 4945)

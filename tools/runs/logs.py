@@ -51,12 +51,12 @@ VAL_LOADER_LINE = re.compile(rf"^val_loader:.*\btokens:({COUNT})(?: bytes:({COUN
 VALIDATION_LINE = re.compile(r"^validation: (your own|official \([\w.-]{1,40}\))$")
 GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)(?:\s\S+)+)\s+(?:On|Off|N/A)\s+\|")
 VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
-# What ours add to it: the devices, and the kernel of attention that was chosen among those tried.
+# What ours add to it: the devices, and the attention implementation of the run.
 DEVICE_LINE = re.compile(
     r"^Running Python \S+ PyTorch (?P<PyTorch>\S+) on (?P<device>.+?)"
     r"( dtype:(?P<dtype>\S+) compile:(?P<compile>\S+) threads:(?P<threads>\S+))?$"
 )
-ATTENTION_LINE = re.compile(r"^attention:(\w+) tried:")
+ATTENTION_LINE = re.compile(r"^attention:(\w+) (?:tried:|\(reference)")
 CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER})(?: of |, no limit)")  # of our script, at the end
 EVAL_CLOCK_LINE = re.compile(rf"^eval_clock: scoring ({NUMBER}) s, from reading the artifact ({NUMBER}) s")
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
