@@ -2350,7 +2350,51 @@ ANCESTOR_SWITCHES: dict[str, tuple[str, str]] = {
     "ATTN_OUT_GATE_ENABLED": ("0", "SPARSE_ATTN_GATE_ENABLED is the only attention gate"),
     "FUSED_CE_ENABLED": ("*", "no effect on results: torch.compile fuses the loss"),
     "COMPRESSOR": ("*", "no effect: the built-in rANS coder is always used"),
+    # Settings here by another name, and constants.
+    "VAL_BATCH_TOKENS": ("", "use VAL_BATCH_SIZE"),
+    "MATRIX_CLIP_SIGMAS": ("", "use MLP_CLIP_SIGMAS and ATTN_CLIP_SIGMAS"),
+    "PARALLEL_RESIDUAL_START": ("", "use PARALLEL_START_LAYER with PARALLEL_MODE=gptj"),
+    "TTT_EVAL_SEQ_LEN": ("", "use EVAL_SEQ_LEN, the context of all scores"),
+    "MUON_WEIGHT_DECAY": ("", "use MUON_WD"),
+    "ADAM_WEIGHT_DECAY": ("", "use ADAM_WD"),
+    "DATA_DIR": ("", "use DATA_PATH and TOKENIZER_PATH"),
+    "TTT_FREEZE_BLOCKS": ("0", "all blocks take part in test-time training"),
+    "ROPE_BASE": ("10000", "a constant in ModelSettings"),
+    "ADAM_EPS": ("1e-8", "a constant in TrainingSettings"),
+    "TTT_MOMENTUM": ("0.9", "a constant in Config"),
+    "TTT_GRAD_CLIP": ("1", "a constant in Config"),
 }  # fmt: skip
+# Configurations whose published commands people paste, and how many settings in common make it one of them.
+ANCESTORS = "upstream_baseline pr549 pr591 pr785 pr1493"
+SETTINGS_IN_COMMON = 5
+
+
+def same_value(first: str, second: str) -> bool:
+    """Whether two texts are equal, or equal as numbers."""
+    try:
+        return first == second or float(first) == float(second)
+    except ValueError:
+        return False
+
+
+def ancestor_of(environ: Mapping[str, str]) -> str:
+    """The file of configs/ that at least half of these settings come from; empty if there is none.
+
+    Without its CONFIG such a command would train a mixture of that model and the default.
+    """
+    if environ.get("CONFIG"):
+        return ""
+    given = Config.from_env({**environ, "CONFIG": "none"}).overrides().items()
+    in_common = {}
+    for name in ANCESTORS.split():
+        path = find_path(f"configs/{name}.env")
+        if path.is_file():  # a script that was copied alone has no configs/
+            theirs = Config.from_env({"CONFIG": str(path)}).overrides().items()
+            in_common[f"configs/{name}.env"] = len(given & theirs)
+    nearest = max(in_common, key=in_common.__getitem__, default="")
+    if nearest and in_common[nearest] >= max(SETTINGS_IN_COMMON, len(given) / 2):
+        return nearest
+    return ""
 
 
 def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") -> list[str]:
@@ -2360,6 +2404,10 @@ def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") ->
     setting. Otherwise, and if the name has fewer than six letters, it probably belongs to another program,
     and is only a warning. foreign_names: FOREIGN_NAMES, which the user says belong to other programs.
     """
+    ancestor = ancestor_of(environ)
+    if ancestor:
+        raise ConfigError(f"these settings are those of {ancestor}, without the rest of its model; set "
+                          f"CONFIG={ancestor} to run it, or CONFIG=none to run the default with them")
     known = Config().as_env()
     foreign = set(re.findall(r"\w+", foreign_names))
     lines = []
@@ -2373,7 +2421,7 @@ def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") ->
         value = value if value.isprintable() and len(value) <= 200 else ascii(value)[:200]
         if name in ANCESTOR_SWITCHES:
             accepted, meaning = ANCESTOR_SWITCHES[name]
-            if value in ("", accepted) or accepted == "*":
+            if value == "" or accepted == "*" or same_value(value, accepted):
                 lines.append(f"note: {name}={value}: {meaning}")
             else:
                 rejected.append(f"{name}={value}: not supported by this script: {meaning}")
@@ -5583,8 +5631,9 @@ def print_help() -> None:
     print_line(__doc__ or "")
     print_line("Settings: environment variables, or KEY=VALUE lines in the file named by CONFIG:\n")
     for spec, (name, value) in zip(fields(Config), Config().as_env().items(), strict=True):
-        print_line(f"  {f'{name}={value}':<48} {spec.metadata['meaning']} "
-                   f"{' | '.join(spec.metadata['among'])}".rstrip())  # fmt: skip
+        choices = " | ".join(spec.metadata["among"])
+        choices = f" ({choices})" if choices else ""
+        print_line(f"  {f'{name}={value}':<48} {spec.metadata['meaning']}{choices}")
 
 
 def end_with_launcher(environ: Mapping[str, str]) -> None:

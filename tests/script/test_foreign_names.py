@@ -51,3 +51,7 @@ def test_a_switch_of_an_ancestor_is_a_note_or_ends_the_run() -> None:
             assert f"{name}=7: " in message and answer in message
             assert notes_on_environment({name: "7"}, name) == []
     assert not ANCESTOR_SWITCHES.keys() & Config().as_env().keys()
+    # As published commands write the same numbers.
+    for name, value in (("ADAM_EPS", "1e-08"), ("ROPE_BASE", "10000.0"), ("TTT_GRAD_CLIP", "1.0")):
+        (line,) = notes_on_environment({name: value})
+        assert line.startswith(f"note: {name}={value}: ")
