@@ -5713,12 +5713,25 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
         run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run cannot be resumed
 
 
+def start_line(run: Run) -> str:
+    """What the run took before training, and how much of its compilation an earlier run had already done."""
+    line = f"start: {sum(run.phases.values()):.1f} s before training"
+    if not run.machine.compiled:
+        return line
+    counts = torch._dynamo.utils.counters["inductor"]
+    cached = counts["fxgraph_cache_hit"]
+    graphs = cached + counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
+    state = "warm" if 2 * cached > graphs else "cold"
+    return f"{line}, {state}: {cached} of {graphs} graphs were in Inductor's cache"
+
+
 def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
     """Train, collect Hessians while there is time, and write the artifact: on rank 0, all others wait."""
     with run.phase("build_model"):
         training = Training(
             config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes)
     warm_up(training, inputs.checkpoint)
+    run.log(start_line(run))
     with run.phase("train"):
         train(training)
     # Before calibration, whose number of batches depends on the clock and on the number of ranks.

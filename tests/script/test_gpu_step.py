@@ -419,3 +419,16 @@ def test_kernels_are_chosen_once_in_a_run(lab: Any) -> None:
     # The plain form, which shows what is right, and the kernel.
     assert re.findall(r"^fused_heads:kernel tried: kernel error:", ended.out, re.MULTILINE)
     assert ended.out.count("a form is looked at") == 2
+
+
+def test_a_run_says_how_long_it_took_to_start_and_whether_its_graphs_were_compiled_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three seeds cost three starts: the second is short only if the cache of the first was found."""
+    run = train_gpt.Run(Machine(compiled=True), phases={"preflight": 3.0, "warmup": 72.5})
+    for found, made, state in ((0, 14, "cold"), (13, 1, "warm")):
+        counts = {"fxgraph_cache_hit": found, "fxgraph_cache_miss": made, "fxgraph_cache_bypass": 0}
+        monkeypatch.setitem(torch._dynamo.utils.counters, "inductor", counts)
+        line = train_gpt.start_line(run)
+        assert line.startswith("start: 75.5 s ") and f"{state}: {found} of 14 graphs" in line
+    assert "graphs" not in train_gpt.start_line(train_gpt.Run(Machine(), phases={"preflight": 3.0}))
