@@ -223,7 +223,7 @@ CASES = [
     # settings
     setting("bytes too many", "raise ARTIFACT_BYTES_MAX", ARTIFACT_BYTES_MAX=20_000),
     case("RESUME and EVAL_ONLY", lambda desk: {"RESUME": desk.unfinished(), **desk.artifact()},
-         "RESUME=|EVAL_ONLY=", "either RESUME or EVAL_ONLY"),
+         "RESUME=|EVAL_ONLY=", "only one of RESUME and EVAL_ONLY"),
     case("--seed 3", argument("--seed", "3"), "'--seed', '3'", "SEED=42 python"),
     *([] if torch.cuda.is_available() else [setting("DEVICE=cuda", "DEVICE=cpu", DEVICE="cuda")]),
     # config files

@@ -245,7 +245,7 @@ def test_help_lists_every_variable_with_default_and_meaning(
     listed = capsys.readouterr().out.splitlines()
     defaults = Config().as_env()
     for name, field in FIELDS.items():
-        (line,) = [line for line in listed if line.strip().startswith(f"{name}=")]
+        (line,) = [line for line in listed if line.startswith(f"  {name}=")]
         assert line.split()[0] == f"{name}={defaults[name]}"
         assert field.metadata["meaning"] in line
         assert all(choice in line for choice in field.metadata["among"])
