@@ -48,9 +48,10 @@ class Run:
         return path
 
     def last_words(self) -> str:
-        """The end of what it printed."""
-        printed = self.beside("out0").read_text(errors="replace").strip()
-        return printed.splitlines()[-1][-300:] if printed else "it printed nothing"
+        """Why it ended, or the last line that it printed."""
+        lines = self.beside("out0").read_text(errors="replace").split("\n")
+        errors = [line for line in lines if "rror" in line]
+        return [*filter(None, lines), "it printed nothing"][-1][-300:] if not errors else errors[-1][-300:]
 
     def beside(self, suffix: str) -> Path:
         """A file that the box, not the script, has written about this run."""
@@ -122,7 +123,7 @@ class Run:
 class Box:
     """Asks the process of a script for runs. Only settings go in, only exit statuses come out."""
 
-    def __init__(self, script: Path, folder: Path, readable: list[Path]) -> None:
+    def __init__(self, script: Path, folder: Path, readable: list[Path], threads: int = 1) -> None:
         self.script, self.folder = script, folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self.count = 0
@@ -136,7 +137,7 @@ class Box:
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-B", "-m", "tools.audit.box", str(script), str(folder)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=open(folder / "box.out", "wb"),  # noqa: SIM115
-            text=True, cwd=home, start_new_session=True, env=walls.environment(home),
+            text=True, cwd=home, start_new_session=True, env=walls.environment(home, threads),
         )  # fmt: skip
         if self._answer(SECONDS_MAX) != 0:
             raise NotChecked(f"{script}: it does not load: {self.last_words()}")
@@ -219,9 +220,9 @@ class Box:
 
 
 @contextlib.contextmanager
-def opened(script: Path, folder: Path, readable: list[Path]) -> Iterator[Box]:
+def opened(script: Path, folder: Path, readable: list[Path], threads: int = 1) -> Iterator[Box]:
     """A box for the time of an audit."""
-    box = Box(script, folder, readable)
+    box = Box(script, folder, readable, threads)
     try:
         yield box
     finally:
@@ -244,7 +245,7 @@ def serve(path: Path, folder: Path) -> None:
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES_MAX, FILE_BYTES_MAX))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

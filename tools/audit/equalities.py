@@ -98,10 +98,10 @@ def blind(first: Run, second: Run, token: int, tolerance: float = BIT_BY_BIT) ->
             raise Broken("future", f"{label}: token {token} moves target {at} by {moved[at]:.1e} nats")
 
 
-def sum_to_one(sums: dict[str, float], where: str) -> None:
+def sum_to_one(sums: dict[str, float], where: str, tolerance: float = NORMALIZED) -> None:
     """The probabilities of all candidates sum to one."""
     for label, total in sums.items():
-        if not abs(total - 1) <= NORMALIZED:
+        if not abs(total - 1) <= tolerance:
             raise Broken("kraft", f"{label}: {where}: probabilities sum to {total:.6f}")
 
 

@@ -133,6 +133,8 @@ def endings(lab: Lab) -> Iterator[str]:
 
 @law("no document has a say in a later one, unless the weights learn from the text in order")
 def documents(lab: Lab) -> Iterator[str]:
+    if lab.settings.get("DOC_MASK") == "0":
+        return
     ids = lab.worlds.short().tokens
     changed = ids.copy()
     changed[12:40] = FIRST_LETTER + (ids[12:40] + 1) % 8
@@ -171,23 +173,27 @@ def sums(lab: Lab) -> Iterator[str]:
     if lab.name not in QUICK_LABS:
         yield from probabilities(lab, ids[:100], (31, 64, 75))
         return
-    yield from probabilities(lab, ids, (31, 75, 32, 64, 130, 0, 15))
-    yield from probabilities(lab, repeating(ids), (77, 140))
-    yield from probabilities(lab, lab.worlds.long().tokens, (690, 301))
+    yield from probabilities(lab, ids, (31, 75, 32, 64, 130, 0))
+    yield from probabilities(lab, repeating(ids), (140,))
+    yield from probabilities(lab, lab.worlds.long().tokens, (690,))
 
 
 @law("over a large vocabulary, too", ("configured",))
 def vocabulary(lab: Lab) -> Iterator[str]:
-    """A whole sum in one run: a text with a document for each candidate."""
+    """A whole sum in one run: a text with a document for each candidate, as long as a window where it sees others."""
     world = lab.worlds.of_texts("pieces", words(1, 14, 20), 1600, words(2, 5, 150))
     run = lab.train(world, **NO_LEARNING, ITERATIONS="2")
     same.counted_once(run, world)
-    ids = np.array([[BOS_ID, 300, 301, piece] for piece in range(world.pieces) if piece != BOS_ID])
-    asked = lab.worlds.with_sidecar("candidates", np.append(ids, [BOS_ID, 300, 301, BOS_ID, 300]), world)
+    settings = lab.settings
+    context = int(settings.get("EVAL_SEQ_LEN", 0)) or int(settings["TRAIN_SEQ_LEN"])
+    length = 4 if settings.get("DOC_MASK") != "0" else context
+    prefix = [BOS_ID, *range(300, 299 + length - 1)]
+    ids = np.array([[*prefix, piece] for piece in range(world.pieces) if piece != BOS_ID])
+    asked = lab.worlds.with_sidecar("candidates", np.append(ids, [*prefix, BOS_ID, 300]), world)
     settings = {**lab.settings, **NO_LEARNING, "VOCAB_SIZE": str(world.pieces)}
     scored = lab.box.run({**settings, "EVAL_ONLY": str(run.path("model.bin"))}, asked.folder, asked.tokens)
     same.ended(scored)
-    same.sum_to_one({"roundtrip": math.fsum(np.exp(-scored.nats["roundtrip"][2::4]))}, f"{world.pieces} pieces")
+    same.sum_to_one({"roundtrip": math.fsum(np.exp(-scored.nats["roundtrip"][length - 2 :: length]))}, f"{world.pieces} pieces")
     yield f"over {world.pieces} pieces the probabilities sum to one"
 
 

@@ -2,7 +2,7 @@
 
 The script is compiled with a mark before every function, branch, conditional expression, operand and handler,
 and each mark notes that it was passed. What counts lies on the path of a score: functions that can be reached
-from ROOTS by the names in their text. A branch that only raises ends a run, and so counts for nothing.
+from ROOTS by the names in their text. A branch that raises at its end leaves no score, and so counts for nothing.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _Marker(ast.NodeTransformer):
         return _placed(ast.BoolOp(ast.Or(), [self.note(node, kind), node]), node)
 
     def block(self, node: Marked, body: list[ast.stmt], kind: str) -> None:
-        """Put a mark at the beginning of some statements, unless they only raise."""
-        if self.inside and not _only_raises(body):
+        """Put a mark at the beginning of some statements, unless they raise at their end."""
+        if self.inside and not _raises(body):
             body.insert(0, _placed(ast.Expr(self.note(node, kind)), node))
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
@@ -138,9 +138,9 @@ def _placed(node: Node, at: ast.AST) -> Node:
     return ast.fix_missing_locations(ast.copy_location(node, at))
 
 
-def _only_raises(body: list[ast.stmt]) -> bool:
-    """Whether a branch does nothing but raise an error."""
-    return len(body) == 1 and isinstance(body[0], ast.Raise)
+def _raises(body: list[ast.stmt]) -> bool:
+    """Whether a branch ends in an error, and so in no score."""
+    return isinstance(body[-1], ast.Raise) if body else False
 
 
 class Execution:

@@ -33,11 +33,11 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 FROM_US = ("PATH", "LANG", "ATEN_CPU_CAPABILITY")  # of the environment; the last says how numbers are rounded
 
 
-def environment(home: Path) -> dict[str, str]:
-    """Of a script's process: one thread, no GPU, a home of its own, and nothing else of yours."""
+def environment(home: Path, threads: int = 1) -> dict[str, str]:
+    """Of a script's process: no GPU, a home of its own, and nothing else of yours."""
     kept = {name: os.environ[name] for name in FROM_US if name in os.environ}
     return kept | {
-        "PYTHONPATH": str(REPO), "HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO), "HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": str(threads),
         "GOMP_SPINCOUNT": "0", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
 

@@ -1,0 +1,21 @@
+"""All mutants and all legal changes, by name."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from tests.audit.mutants.documents import DOCUMENTS
+from tests.audit.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS
+from tests.audit.mutants.running import RUNNING
+from tests.audit.mutants.scoring import SCORING
+from tests.audit.mutants.survivors import SURVIVORS
+from tests.audit.mutants.trial import Mutant
+
+MUTANTS: dict[str, Mutant] = {**SCORING, **DOCUMENTS, **RUNNING, **SURVIVORS}
+
+
+def awaken(name: str, script: ModuleType) -> None:
+    """Change a loaded script."""
+    legal = {**LEGAL, **LEGAL_OF_DOCUMENTS}
+    change = legal[name] if name in legal else MUTANTS[name].change
+    change(script)
