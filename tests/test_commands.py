@@ -12,7 +12,7 @@ import pytest
 from tools.__main__ import VERBS, build_parser
 
 REPO = Path(__file__).parents[1]
-READMES = ["README.md", "data/README.md", "records/README.md", "tools/prove/adapters/README.md",
+READMES = ["README.md", "data/README.md", "records/README.md",
            *(f"docs/{path.name}" for path in REPO.glob("docs/*.md"))]  # fmt: skip
 SETTING = r"[A-Z_]+=\S*"
 COMMAND = re.compile(rf"(?:{SETTING} )*(?:make|python|torchrun|pip|pytest)(?: |$)|RESUME=\S+$|EVAL_ONLY=\S+$")
@@ -20,7 +20,7 @@ COMMAND = re.compile(rf"(?:{SETTING} )*(?:make|python|torchrun|pip|pytest)(?: |$
 FIRST_HOUR = "test_first_hour.py::test_the_first_hour"
 MENDED = "test_a_damaged_sample_is_reported_and_a_fresh_process_mends_it_with_the_same_bytes"
 COSTS = "test_the_costs_of_test_time_training_are_what_its_program_counts"
-REPLAYED = "test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs"
+REPLAYED = "test_a_run_is_repeated_and_a_run_that_flatters_itself_is_not"
 TORCHRUN = "script/test_distributed.py::test_torchrun_starts_it_and_shows_the_error_of_one_rank"
 
 # What a command contains, and the test that runs it: the first row that fits counts.
@@ -42,9 +42,7 @@ RUN_BY = [
     ("data/fineweb.py", FIRST_HOUR), ("data/export.py", FIRST_HOUR),
     ("data/fuse.py", "data/test_fuse.py::test_a_dataset_is_fused_resumed_and_scored_by_the_same_bytes"),
     ("data/sample.py", f"data/test_sample.py::{MENDED}"),
-    ("--adapter", "tools/test_prove.py::test_an_adapter_s_script_is_judged_by_what_it_records"),
-    ("tools prove --replay", f"tools/test_prove.py::{REPLAYED}"),
-    ("--self-test", "tools/test_prove.py::test_every_mutant_is_killed_and_no_legal_change_is"),
+    ("tools prove --replay", f"audit/test_audit.py::{REPLAYED}"),
     ("tools prove", FIRST_HOUR), ("tools pack", FIRST_HOUR), ("tools check", FIRST_HOUR),
     ("tools board", FIRST_HOUR), ("tools diff", FIRST_HOUR),
     ("tools runs", "tools/test_sweep.py::test_runs_is_one_table"),
@@ -52,7 +50,6 @@ RUN_BY = [
     ("tools export", "tools/test_plot.py::test_steps_are_exported"),
     ("tools plot", FIRST_HOUR), ("tools timeline", FIRST_HOUR), ("tools generate", FIRST_HOUR),
     ("tools summary", FIRST_HOUR),
-    ("tools.prove.seeds", "tools/test_prove.py::test_a_table_of_seeds_has_the_noise_of_every_check"),
     ("benchmarks/experiments.py", "tools/test_experiments.py::test_a_run_is_scored_once_more"),
     ("tests.tools.damage", "tools/test_check.py::test_damaged_folders_are_judged"),
 ]  # fmt: skip

@@ -21,7 +21,7 @@ REPO = Path(__file__).parents[1]
 PAGES = [REPO / "README.md", *sorted(REPO.glob("docs/*.md"))]
 OTHER_PAGES = [REPO / name for name in ("configs/README.md", "data/README.md", "records/README.md",
                                         "benchmarks/RESULTS.md", "benchmarks/gpu_model/README.md",
-                                        "tools/prove/adapters/README.md", "CHANGELOG.md")]  # fmt: skip
+                                        "CHANGELOG.md")]  # fmt: skip
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 

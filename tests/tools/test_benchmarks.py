@@ -22,11 +22,10 @@ from benchmarks import answers, beside, divergence, experiments, paired, picture
 from benchmarks.turns import Turns, TurnsError
 from benchmarks.upstream import TrainingClock
 from tests.support.models import tiny_config, trained_like
+from tests.support.subject import LORA, subject
 from tests.support.tiny import environment
 from tests.tools.test_upstream import KEEPS_AN_AVERAGE
 from tools.markdown import refresh
-from tools.prove import tiny
-from tools.prove.probes import make_subject
 
 KEPT = results.stored(results.FOLDER)
 TABLES = [name for name in KEPT if results.ON_SAMPLE not in name]  # the others: of the built-in sample
@@ -191,14 +190,14 @@ def test_costs_of_test_time_training_are_those_of_the_passes(monkeypatch: pytest
 
     monkeypatch.setattr(train_gpt.GPT, "forward", counted)
     monkeypatch.setattr(train_gpt, "adamw_step", counted_step)
-    for settings in (tiny.LORA, {"TTT_EPOCHS": "3"}):
-        subject = make_subject(train_gpt, **settings)
-        tokens = subject.tokens()
-        count = ttt.passes_of_documents if settings is tiny.LORA else ttt.passes_of_chunks
-        passes = list(count(tokens, subject.config))
+    for settings in (LORA, {"TTT_EPOCHS": "3"}):
+        lab = subject(**settings)
+        tokens = lab.tokens()
+        count = ttt.passes_of_documents if settings is LORA else ttt.passes_of_chunks
+        passes = list(count(tokens, lab.config))
         passed.update({True: 0, False: 0})
         stepped.clear()
-        subject.nats("score_ttt", tokens)
+        lab.nats("score_ttt", tokens)
         assert sum(one.tokens for one in passes) == passed[True] + passed[False]
         assert sum(one.tokens for one in passes if one.learning) == passed[True]
         assert sum(one.adapter_numbers for one in passes) == sum(stepped)

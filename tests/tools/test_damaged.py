@@ -16,8 +16,6 @@ from tools.__main__ import main
 from tools.check.checks import audit
 from tools.check.findings import Level, Mode
 from tools.pack import board
-from tools.prove.replay import modes_of
-from tools.runs.errors import RecordError
 from tools.runs.folder import Folder
 
 FORMS: dict[str, bytes | None] = {  # None: a folder stands in the place of the file
@@ -92,10 +90,6 @@ def test_other_damaged_files_are_one_sentence(form: str, run: Path, tmp_path: Pa
         assert told.splitlines()[-1].startswith("tools pack: ")
         (run / "trace_rank0.json").write_bytes(data)
         assert "tools timeline: " in tool("timeline", run, status=2)
-    put(run / "eval_modes.json", data)
-    if data is not None and form not in ("an empty object",):
-        with pytest.raises(RecordError, match=r"eval_modes\.json"):
-            modes_of(run)
     folder = pack(tmp_path / "records", [base])
     for name in ("manifest.json", "proof.json", "submission.json", "summary_seed1.json"):
         kept = folder / f"{name}.kept"

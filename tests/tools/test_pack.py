@@ -394,8 +394,8 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
     config = {"NUM_LOOPS": "2", "LOOP_START": "3", "LOOP_END": "5", "MUON_WD": "0.5"}
     config |= {"EMBED_WD": "0.085", "ADAM_WD": "0.02"}
     run = make_run(tmp_path / "runs" / "a", 1, config=config)
-    report = {"sha256": sha256_file(run / "train_gpt.py"), "verdict": "proven", "findings": [
-        {"check": "B5", "level": "INFO"}, {"check": "B15", "level": "WARN"}]}  # fmt: skip
+    report = {"sha256": sha256_file(run / "train_gpt.py"), "status": 0, "verdict": "proven", "walls": "WITHOUT",
+              "passed": [{"law": "endings"}, {"law": "sums"}]}  # fmt: skip
     proof = tmp_path / "proof.json"
     proof.write_text(json.dumps({**report, "sha256": "0" * 64}))
     assert "the proof is of a script" in refusal(run, "--proof", proof)
@@ -403,14 +403,15 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
     other = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, source="x = 1\n" * 9), name="Base")
     folder = pack(tmp_path / "records", [run], "--proof", str(proof), "--baseline", str(other))
     submission = Folder(folder).submission
-    assert submission["proof"] == {"verdict": "proven", "score_first": "proven", "no_network": "not proven"}
+    assert submission["proof"] == {
+        "verdict": "proven", "score_first": "proven", "no_network": "not proven", "replayed_runs": 0}
     assert submission["technique_summary"] == "layers 3 to 5 run 2 more times"
     assert submission["attribution"]["MUON_WD EMBED_WD ADAM_WD"].startswith("changed here; PRs #1218")
     assert ["MUON_WD", "–", "0.5"] in submission["comparison"]["settings"]
     page = (folder / "README.md").read_text()
-    for told in ("## Compliance", "(B15): not proven", "| MUON_WD | – | 0.5 |",
+    for told in ("## Compliance", "no network: not proven", "| MUON_WD | – | 0.5 |",
                  "| `NUM_LOOPS=2` `LOOP_START=3` `LOOP_END=5` | PRs #1204"):  # fmt: skip
         assert told in page, told
     assert not (folder / "baseline.diff").exists() and main(["check", str(folder)]) == 0
-    (folder / "proof.json").write_text(json.dumps({**report, "findings": []}))
+    (folder / "proof.json").write_text(json.dumps({**report, "passed": []}))
     assert any("`proof.score_first` is 'proven'" in finding.text for finding in audit(Folder(folder)))

@@ -30,7 +30,6 @@ from tools.runs.runs import settings_of
 from tools.runs.writing import print_json
 
 PROVEN, REFUTED, NOT_CHECKED = range(3)  # exit statuses
-NAMES = ("Config", "Ledger", "main")  # what a script must have
 PLACES = ("DATA_PATH", "TOKENIZER_PATH")  # settings that the environment may give
 
 
@@ -156,11 +155,7 @@ def experiments(
     opened: box.Box, worlds: Worlds, whole: Mapping[str, str], laws: list[Law]
 ) -> Iterator[tuple[str, str]]:
     """(law, what held) of each law in each of its labs. `Broken` at the first that does not hold."""
-    configurations = {
-        "sgd": settings.SGD, "documents": settings.DOCUMENTS, "configured": settings.shrunk(whole),
-        "tables": settings.TABLES, "projected tables": settings.PROJECTED_TABLES, "lanes": settings.LANES,
-    }  # fmt: skip
-    for name, given in configurations.items():
+    for name, given in configurations(whole).items():
         lab = Lab(opened, worlds, name, given, set(whole))
         for law in laws:
             if name not in law.labs:
@@ -171,6 +166,14 @@ def experiments(
             except Broken as error:
                 tried = f"; it tried to leave its box: {', '.join(opened.tried[:3])}" if opened.tried else ""
                 raise Broken(error.law, f"{name}: {error.text}{tried}") from error
+
+
+def configurations(whole: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The settings of each lab. whole: those that are audited."""
+    return {
+        "sgd": settings.SGD, "documents": settings.DOCUMENTS, "configured": settings.shrunk(whole),
+        "tables": settings.TABLES, "projected tables": settings.PROJECTED_TABLES, "lanes": settings.LANES,
+    }  # fmt: skip
 
 
 def describe_what_ran(verdict: Verdict, script: Path, opened: box.Box) -> None:

@@ -27,6 +27,7 @@ from data.shards import BOS_ID
 from tools.audit import clock, unexecuted, walls
 from tools.audit.broken import Broken, NotChecked
 
+NAMES = ("Config", "Ledger", "main")  # what a script must have
 SECONDS_MAX = 900  # for a run: one that takes longer is ended
 FILE_BYTES_MAX = 1 << 33  # of one file that a run writes
 ENDED, HANGS = 98, 97  # exit statuses: the box is gone; the run was ended
@@ -140,7 +141,8 @@ class Box:
             text=True, cwd=home, start_new_session=True, env=walls.environment(home, threads),
         )  # fmt: skip
         if self._answer(SECONDS_MAX) != 0:
-            raise NotChecked(f"{script}: it does not load: {self.last_words()}")
+            self.close()
+            raise NotChecked(f"{script.name} does not load: {self.last_words()}")
 
     def last_words(self) -> str:
         """The last line that the box itself printed."""
@@ -252,6 +254,9 @@ def serve(path: Path, folder: Path) -> None:
     clock.install()
     sys.addaudithook(functools.partial(notice, folder))
     script = unexecuted.Execution(path).load()
+    missing = [name for name in NAMES if not hasattr(script, name)]
+    if missing:
+        raise AttributeError(f"it has no {', '.join(missing)}, which an audit asks for")
     if hasattr(script, "shipped_code"):  # wrapping takes longer than a tiny run
         script.shipped_code = functools.cache(script.shipped_code)
         script.shipped_code(path.read_bytes())

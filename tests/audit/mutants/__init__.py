@@ -1,32 +1,28 @@
 """Scripts that are wrong or illegal on purpose, and changes that break no rule: each is a name in a table.
 
-`written` appends one line to the text of a script, which changes the loaded module in one thing. So a mutant
-goes the way of any script: through the box, into its own shipped form, and alone with its artifact.
+`script_of_all` adds a few lines to the text of a script: its `main` first makes the change that the variable
+MUTANT names. So one text goes the way of any script, through the box, into its own shipped form, and alone
+with its artifact, and each of its runs is another mutant.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import ModuleType
-
+MUTANT = "MUTANT"
 MAIN = 'if __name__ == "__main__":'
-LINE = """import importlib as _importlib, sys as _sys
-_importlib.import_module("tests.audit.mutants.tables").awaken({name!r}, _sys.modules[__name__])
+LINES = """_unchanged_main = main
+
+
+def main() -> int:
+    if "MUTANT" in os.environ:
+        import importlib
+        importlib.import_module("tests.audit.mutants.tables").awaken(os.environ["MUTANT"], sys.modules[__name__])
+    return _unchanged_main()
 
 
 """
 
 
-def written(source: str, name: str) -> str:
-    """The text of a script that becomes the mutant of a name when it is loaded."""
+def script_of_all(source: str) -> str:
+    """The text of a script that becomes any mutant."""
     assert source.count(MAIN) == 1
-    return source.replace(MAIN, LINE.format(name=name) + MAIN)
-
-
-def write(path: Path, source: str, name: str) -> Path:
-    """The mutant's script as a file."""
-    path.write_text(written(source, name), encoding="utf-8")
-    return path
-
-
-__all__ = ["MAIN", "ModuleType", "write", "written"]
+    return source.replace(MAIN, LINES + MAIN)

@@ -236,21 +236,21 @@ def clock_inside_a_document(script: Any) -> None:
     scored_by(score)(script)
 
 
-def mutant(probe: str, change: Callable[[Any], None]) -> Mutant:
+def mutant(law: str, change: Callable[[Any], None]) -> Mutant:
     """One that is tried with adapters."""
-    return Mutant(probe, change, "documents")
+    return Mutant(law, change, "documents")
 
 
 DOCUMENTS: dict[str, Mutant] = {
-    "adapters-learn-before-the-score": mutant("B5", scored_by(learn_then_score)),
-    "rescored-after-the-last-chunk": mutant("B5", scored_by(rescored_after_the_last_chunk)),
-    "padding-that-learns": mutant("B5", scored_by(padding_that_learns)),
-    "own-chunk-learned-early": mutant("B5", scored_by(own_chunk_early)),
-    "adapters-kept-from-the-batch-before": mutant("B9", kept_adapters),
-    "batches-ordered-by-score": mutant("B1", ordered_by_score),
-    "adapters-drawn-by-row": mutant("B1", drawn_by_row),
-    "first-adapters-that-learn": mutant("B9", first_adapters_learn),
-    "chunks-by-document-length": mutant("B1", chunks_by_length),
-    "unlearned-by-their-losses": Mutant("?", unlearned_by_losses, "documents"),
-    "clock-read-inside-a-document": Mutant("?", clock_inside_a_document, "documents"),
+    "adapters-learn-before-the-score": mutant("sums", scored_by(learn_then_score)),
+    "rescored-after-the-last-chunk": mutant("sums", scored_by(rescored_after_the_last_chunk)),
+    "padding-that-learns": mutant("sums", scored_by(padding_that_learns)),
+    "own-chunk-learned-early": mutant("sums", scored_by(own_chunk_early)),
+    "adapters-kept-from-the-batch-before": mutant("documents", kept_adapters),
+    "batches-ordered-by-score": mutant("endings", ordered_by_score),
+    "adapters-drawn-by-row": mutant("endings", drawn_by_row),
+    "first-adapters-that-learn": mutant("documents", first_adapters_learn),
+    "chunks-by-document-length": mutant("endings", chunks_by_length),
+    "unlearned-by-their-losses": Mutant("clock-of-scores", unlearned_by_losses, "documents"),
+    "clock-read-inside-a-document": Mutant("clock-of-scores", clock_inside_a_document, "documents"),
 }

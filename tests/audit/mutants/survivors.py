@@ -515,8 +515,8 @@ ELSEWHERE = "elsewhere"
 RANKS = "ranks"
 KINDS: dict[str, dict[str, Mutant]] = {
     "learns before the clock": {
-        "rehearsal-that-learns": Mutant("?", wrapped("rehearse_evaluation", rehearsal_that_learns)),
-        "rehearsal-on-validation": Mutant("?", rehearsal_on_validation),
+        "rehearsal-that-learns": Mutant("warm-up", wrapped("rehearse_evaluation", rehearsal_that_learns)),
+        "rehearsal-on-validation": Mutant("warm-up", rehearsal_on_validation),
     },
     "compiled code scores otherwise": {
         "partial-batches-flattered": Mutant(
@@ -535,9 +535,9 @@ KINDS: dict[str, dict[str, Mutant]] = {
         ),
     },
     "weights chosen by validation": {
-        "scaled-by-validation": Mutant("?", scaled_by_validation),
-        "bits-by-the-text": Mutant("?", bits_by_the_text),
-        "damping-by-the-text": Mutant("?", damping_by_the_text),
+        "scaled-by-validation": Mutant("validation", scaled_by_validation),
+        "bits-by-the-text": Mutant("validation", bits_by_the_text),
+        "damping-by-the-text": Mutant("validation", damping_by_the_text),
     },
     "a schedule that watches validation": {
         "rate-by-rising-validation": Mutant(
@@ -548,38 +548,38 @@ KINDS: dict[str, dict[str, Mutant]] = {
         ),
     },
     "a space after BOS": {
-        "spaces-after-bos-counted": Mutant("?", is_text_where(document_starts)),
-        "spaces-after-all-ids-counted": Mutant("?", is_text_where(all_ids)),
+        "spaces-after-bos-counted": Mutant("counts", is_text_where(document_starts)),
+        "spaces-after-all-ids-counted": Mutant("counts", is_text_where(all_ids)),
     },
     "bytes of a sidecar": {
-        "sidecar-and-one-a-document": Mutant("?", wrapped("token_bytes", sidecar_and_one)),
-        "bytes-of-pieces-for-a-sidecar": Mutant("?", sidecar_ignored),
+        "sidecar-and-one-a-document": Mutant("counts", wrapped("token_bytes", sidecar_and_one)),
+        "bytes-of-pieces-for-a-sidecar": Mutant("counts", sidecar_ignored),
     },
     "bytes and sums of long texts": {
-        "byte-each-ten-thousand": Mutant("?", wrapped("token_bytes", byte_each_ten_thousand)),
-        "long-pieces-count-more": Mutant("?", long_pieces_count_more),
-        "kind-to-long-texts": Mutant("?", wrapped("Ledger.score", kind_to_long_texts)),
-        "median-of-long-texts": Mutant("?", wrapped("Ledger.score", median_of_long_texts)),
+        "byte-each-ten-thousand": Mutant("counts", wrapped("token_bytes", byte_each_ten_thousand)),
+        "long-pieces-count-more": Mutant("counts", long_pieces_count_more),
+        "kind-to-long-texts": Mutant("counts", wrapped("Ledger.score", kind_to_long_texts)),
+        "median-of-long-texts": Mutant("counts", wrapped("Ledger.score", median_of_long_texts)),
     },
     "a part called the whole": {
         "part-called-comparable": Mutant(
             "B4", wrapped("read_validation", part_called_comparable)
         ),
-        "lines-without-marks": Mutant("?", wrapped("evaluate", lines_without_marks)),
+        "lines-without-marks": Mutant("counts", wrapped("evaluate", lines_without_marks)),
     },
     "sizes": {
-        "code-without-its-wrapper": Mutant("?", wrapped("summarize", code_without_wrapper)),
-        "total-without-the-code": Mutant("?", wrapped("Run.log", total_without_code)),
-        "one-percent-over-the-limit": Mutant("?", over_the_limit(1.01, 0)),
-        "three-thousand-over-the-limit": Mutant("?", over_the_limit(1.0, 3000)),
+        "code-without-its-wrapper": Mutant("validation", wrapped("summarize", code_without_wrapper)),
+        "total-without-the-code": Mutant("validation", wrapped("Run.log", total_without_code)),
+        "one-percent-over-the-limit": Mutant("validation", over_the_limit(1.01, 0)),
+        "three-thousand-over-the-limit": Mutant("validation", over_the_limit(1.0, 3000)),
     },
     "weights outside the artifact": {
-        "weights-beside-the-data": Mutant("?", weights_in(beside_the_data)),
-        "weights-in-shared-memory": Mutant("?", weights_in(in_shared_memory)),
+        "weights-beside-the-data": Mutant("validation", weights_in(beside_the_data)),
+        "weights-in-shared-memory": Mutant("validation", weights_in(in_shared_memory)),
     },
     "learns past the chunk later on": {
-        "second-epoch-one-token-past": Mutant("?", scorer(second_epoch_past)),
-        "past-the-second-chunk": Mutant("?", scorer(past_the_second_chunk)),
+        "second-epoch-one-token-past": Mutant("sums", scorer(second_epoch_past)),
+        "past-the-second-chunk": Mutant("sums", scorer(past_the_second_chunk)),
     },
     "no distribution over a large vocabulary": {
         "softmax-over-the-top": Mutant(
@@ -598,12 +598,12 @@ KINDS: dict[str, dict[str, Mutant]] = {
         ),
     },
     "late in a text": {
-        "clipped-after-200": Mutant("?", clipped_after(two_hundred_targets)),
-        "clipped-after-eight-documents": Mutant("?", clipped_after(eight_documents)),
+        "clipped-after-200": Mutant("sums", clipped_after(two_hundred_targets)),
+        "clipped-after-eight-documents": Mutant("sums", clipped_after(eight_documents)),
         "clipped-deep-in-documents": Mutant(
             "B2", wrapped("DocumentScorer.record", clipped_deep_in_documents), "documents"
         ),
-        "ledger-clipped-late": Mutant("?", wrapped("Ledger.record", ledger_clipped_late)),
+        "ledger-clipped-late": Mutant("counts", wrapped("Ledger.record", ledger_clipped_late)),
     },
     "features that the defaults have not": {
         "bigram-of-the-next-token": Mutant(
@@ -616,12 +616,12 @@ KINDS: dict[str, dict[str, Mutant]] = {
         ),
     },
     "a label that is another one": {
-        "roundtrip-that-slides": Mutant("?", roundtrip_that_slides),
-        "roundtrip-that-learns": Mutant("?", roundtrip_that_learns),
+        "roundtrip-that-slides": Mutant("ranks", roundtrip_that_slides),
+        "roundtrip-that-learns": Mutant("ranks", roundtrip_that_learns),
     },
     "only with some numbers of ranks": {
-        "faster-with-three-ranks": Mutant("?", faster_with(3)),
-        "kind-with-eight-ranks": Mutant("?", kind_with(8)),
+        "faster-with-three-ranks": Mutant("ranks", faster_with(3)),
+        "kind-with-eight-ranks": Mutant("ranks", kind_with(8)),
         "second-rank-trains-on-validation": Mutant(
             "B8", batches_of_validation(lambda machine: machine.rank == 1)
         ),
@@ -633,7 +633,7 @@ KINDS: dict[str, dict[str, Mutant]] = {
         "windows-of-a-gpu-flattered": Mutant(
             "B7", wrapped("WindowScorer._score_batch", windows_of_a_gpu_flattered)
         ),
-        "heads-of-the-next-token": Mutant("?", wrapped("repeat_heads", heads_of_the_next)),
+        "heads-of-the-next-token": Mutant("warm-up", wrapped("repeat_heads", heads_of_the_next)),
         "batches-of-a-gpu-of-validation": Mutant(
             "B8", batches_of_validation(lambda machine: machine.on_gpu)
         ),
@@ -648,9 +648,9 @@ KINDS: dict[str, dict[str, Mutant]] = {
         "flattered-by-an-old-compiler": Mutant(
             "B7", wrapped("Machine.compile", flattered_without_the_fusion)
         ),
-        "no-file-too-large": Mutant("?", wrapped("check_size", unlimited)),
-        "every-id-taken": Mutant("?", wrapped("read_tokens", every_id)),
-        "score-without-scores": Mutant("?", wrapped("Ledger.score", mean_of_what_is_there)),
+        "no-file-too-large": Mutant("validation", wrapped("check_size", unlimited)),
+        "every-id-taken": Mutant("counts", wrapped("read_tokens", every_id)),
+        "score-without-scores": Mutant("endings", wrapped("Ledger.score", mean_of_what_is_there)),
     },
 }  # fmt: skip
 SURVIVORS: dict[str, Mutant] = {name: mutant for kind in KINDS.values() for name, mutant in kind.items()}
