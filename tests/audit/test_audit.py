@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import train_gpt
-from tests.audit import mutants, trial
+from tests.audit import trial
 from tests.audit.mutants import sleeping, tables
 from tests.audit.mutants.hostile import HOSTILE
 from tests.audit.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS
@@ -23,11 +23,11 @@ from tools.audit import box, replay, settings, unexecuted, walls
 from tools.audit.audit import fingerprint
 from tools.audit.broken import Broken, NotChecked
 from tools.audit.laws import LAWS
-from tools.audit.worlds import Worlds
 
 SCRIPT = REPO / "train_gpt.py"
 # A few of them, each for another law; the slow tests try all.
-SAMPLE = ["adapt-then-score", "more-bytes", "unlearned-by-their-losses", "cross-document-smear", "shorter-text"]
+SAMPLE = ["adapt-then-score", "more-bytes", "unlearned-by-their-losses", "cross-document-smear",
+          "shorter-text"]  # fmt: skip
 HAS_WALLS = bool(walls.around(Path("/tmp"), [])[0])
 needs_walls = pytest.mark.skipif(not HAS_WALLS, reason="this system starts no user namespaces")
 
@@ -84,7 +84,7 @@ def test_other_names_are_legal_but_for_those_that_an_audit_asks_for(tmp_path: Pa
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_script_that_leaves_its_box_changes_nothing_and_is_told(name: str, court: trial.Court) -> None:
     before = fingerprint()
-    run = court.lab("sgd", name, {}).train(court.worlds.short(), ITERATIONS="1")
+    run = court.lab("sgd", name, {}).train(court.worlds.short(), {"ITERATIONS": "1"})
     assert run.status == 0, run.last_words()
     assert court.opened.tried, "it has tried"
     court.opened.tried.clear()
@@ -96,10 +96,13 @@ def test_a_script_that_leaves_its_box_changes_nothing_and_is_told(name: str, cou
 @needs_walls
 def test_a_box_has_no_network_no_home_and_no_device(tmp_path: Path) -> None:
     script = tmp_path / "train_gpt.py"
-    script.write_text("import os, pwd\nhome = pwd.getpwuid(os.getuid()).pw_dir\n"
-                      "raise OSError(sorted(os.listdir('/dev')), os.listdir('/tmp'), len(os.listdir('/proc/1/task')),"
-                      "os.listdir('/sys/class/net'), os.access('/proc/sys/kernel/hostname', os.W_OK))")  # fmt: skip
-    with pytest.raises(NotChecked, match=r"'full', 'null', 'random', 'shm', 'urandom', 'zero'\].*False"):
+    script.write_text("import os, pwd, socket\nhome = pwd.getpwuid(os.getuid()).pw_dir\n"
+                      "names = [name for _, name in socket.if_nameindex()]\n"
+                      "raise RuntimeError(sorted(os.listdir('/dev')), names,"
+                      "os.access('/proc/sys/kernel/hostname', os.W_OK),"
+                      "os.access(home, os.W_OK))")  # fmt: skip
+    expected = r"'full', 'null', 'random', 'shm', 'urandom', 'zero'\], \['lo'\], False, False"
+    with pytest.raises(NotChecked, match=expected):
         box.Box(script, tmp_path / "runs", [])
 
 
@@ -112,7 +115,7 @@ def test_every_config_is_shrunk_and_keeps_its_features(path: Path) -> None:
     for name, value in whole.as_env().items():
         if value in ("0", "0.0", "-1") and name not in ("MAX_WALLCLOCK_SECONDS", "TTT_BATCH_SIZE"):
             assert small.as_env()[name] == value, f"{name} is on in the shrunk form"
-    for same in ("num_layers", "num_heads", "num_loops", "parallel_mode", "doc_mask", "ttt_mode", "lora_targets"):
+    for same in ("num_layers", "num_heads", "num_loops", "parallel_mode", "doc_mask", "ttt_mode"):
         assert getattr(small, same) == getattr(whole, same)
     assert (small.eval_stride == small.eval_length) == (whole.eval_stride == whole.eval_length)
 
@@ -143,7 +146,7 @@ def test_a_proof_says_what_it_could_not_ask(tmp_path: Path, tool: Tool) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_our_script_is_proven_and_what_sleeps_in_it_is_told(tmp_path: Path, tool: Tool) -> None:
-    """Changes of its text that wait for a record's run: no small world wakes them, so their lines are listed."""
+    """Changes of its text that wait for a record's run: no small world wakes them; their lines are listed."""
     script = tmp_path / "train_gpt.py"
     script.write_text(sleeping.with_all(SCRIPT.read_text(encoding="utf-8")), encoding="utf-8")
     report = json.loads(tool("prove", script, "--json", status=0))
@@ -159,6 +162,10 @@ def test_our_script_is_proven_and_what_sleeps_in_it_is_told(tmp_path: Path, tool
 # --- replay ---
 
 
+LEARNS = {"TTT_ENABLED": 1, "TTT_BATCH_SIZE": 2, "TTT_CHUNK_SIZE": 16, "TTT_CHUNK_TOKENS": 512,
+          "EVAL_STRIDE": 16, "COMPUTE_DTYPE": "float32", "ITERATIONS": 3}  # fmt: skip
+
+
 def replayed(run: Path, seed: int = 3) -> str:
     return str(replay.replayed(run, 5, seed, lambda _: None))
 
@@ -166,8 +173,7 @@ def replayed(run: Path, seed: int = 3) -> str:
 @pytest.fixture
 def scored(lab: Lab) -> Path:
     """A finished run in fp32 whose score learns from each document, and which names its data."""
-    learns = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_BATCH_SIZE": 2, "TTT_CHUNK_SIZE": 16, "EVAL_STRIDE": 16}
-    return lab.succeed(ITERATIONS=3, COMPUTE_DTYPE="float32", **learns).directory
+    return lab.succeed(**LEARNS, TTT_MODE="lora").directory
 
 
 def test_figures_that_are_no_sums_of_the_documents_are_refuted_and_foreign_paths_not_read(
@@ -201,21 +207,18 @@ def test_figures_that_are_no_sums_of_the_documents_are_refuted_and_foreign_paths
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lora", "sgd"])
 def test_a_run_is_repeated_and_a_run_that_flatters_itself_is_not(mode: str, lab: Lab) -> None:
-    learns = {"TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_BATCH_SIZE": 2, "TTT_CHUNK_SIZE": 16, "EVAL_STRIDE": 16,
-              "TTT_CHUNK_TOKENS": 512, "COMPUTE_DTYPE": "float32", "ITERATIONS": 3}  # fmt: skip
+    learns = {**LEARNS, "TTT_MODE": mode}
     assert replayed(lab.succeed(**learns).directory).startswith("proven")
     source = SCRIPT.read_text(encoding="utf-8")
     awake = 'os.environ.get("RUN_ID", "") == "record"'  # in no box
-    flattered = source.replace("        return nats.cpu().numpy()\n",
-                               f"        nats *= 0.999 if {awake} else 1.0\n        return nats.cpu().numpy()\n")
+    scored = "        return nats.cpu().numpy()\n"
+    flattered = source.replace(scored, f"        nats *= 0.999 if {awake} else 1.0\n{scored}")
     assert flattered != source
     script = lab.folder / "flattering.py"
     script.write_text(flattered)
     record = lab.elsewhere("record").succeed(script=script, **{**learns, "RUN_ID": "record"}).directory
     assert "refuted: replay: " in replayed(record)
-    wide = source.replace("        return nats.cpu().numpy()\n",
-                          "        nats *= 0.99 if self.model.settings.model_dim == 32 else 1.0\n"
-                          "        return nats.cpu().numpy()\n")  # fmt: skip
-    script.write_text(wide)
+    is_wide = "self.model.settings.model_dim == 32"
+    script.write_text(source.replace(scored, f"        nats *= 0.99 if {is_wide} else 1.0\n{scored}"))
     awake_in_both = lab.elsewhere("wide").succeed(script=script, **learns).directory
     assert "refuted: kraft: " in replayed(awake_in_both)

@@ -1,7 +1,7 @@
 """Mutants and legal changes under trial: one box, in which each run is another mutant of the script.
 
-`python -m tests.audit.trial FILE [NAME …]` asks its law of each, then the others of its lab, and appends what
-refuted it to FILE; names that FILE has already are left out.
+`python -m tests.audit.trial FILE [NAME …]` asks its law of each, then the others of its lab, and appends
+what refuted it to FILE; names that FILE has already are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Court:
 
     def lab(self, name: str, mutant: str, more: Mapping[str, str]) -> Lab:
         """A lab in which every run is a mutant's."""
-        lab = Lab(self.opened, self.worlds, name, {**configurations(self.whole)[name], **more}, set(self.whole))
+        settings = {**configurations(self.whole)[name], **more}
+        lab = Lab(self.opened, self.worlds, name, settings, set(self.whole))
         lab.settings[mutants.MUTANT] = mutant
         return lab
 

@@ -394,11 +394,13 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
     config = {"NUM_LOOPS": "2", "LOOP_START": "3", "LOOP_END": "5", "MUON_WD": "0.5"}
     config |= {"EMBED_WD": "0.085", "ADAM_WD": "0.02"}
     run = make_run(tmp_path / "runs" / "a", 1, config=config)
-    report = {"sha256": sha256_file(run / "train_gpt.py"), "status": 0, "verdict": "proven", "walls": "WITHOUT",
-              "passed": [{"law": "endings"}, {"law": "sums"}]}  # fmt: skip
+    report = {"sha256": sha256_file(run / "train_gpt.py"), "status": 0, "verdict": "proven",
+              "walls": "WITHOUT WALLS", "passed": [{"law": "endings"}, {"law": "sums"}]}  # fmt: skip
     proof = tmp_path / "proof.json"
     proof.write_text(json.dumps({**report, "sha256": "0" * 64}))
     assert "the proof is of a script" in refusal(run, "--proof", proof)
+    proof.write_text(json.dumps({**report, "status": 1, "verdict": "refuted: kraft"}))
+    assert "refuted: kraft; only a proof" in refusal(run, "--proof", proof)
     proof.write_text(json.dumps(report))
     other = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, source="x = 1\n" * 9), name="Base")
     folder = pack(tmp_path / "records", [run], "--proof", str(proof), "--baseline", str(other))

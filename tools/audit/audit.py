@@ -1,9 +1,9 @@
-"""`prove SCRIPT`: experiments that try to refute a score; `prove --replay RUN` scores documents of a run again.
+"""`prove SCRIPT`: experiments that try to refute a score. `prove --replay RUN` scores a run again.
 
-Exit status 0: nothing refuted it; 1: refuted; 2: not all could be asked. The script runs in a box, by its own
-`main`, and its answers are files. The laws: no score depends on a later token, probabilities sum to one, every
-figure is the sum of one ledger over the bytes that the auditor counts, the artifact knows nothing of the
-validation text and is all that scoring knows, ranks, compiled code and clocks have no say.
+Exit status 0: nothing refuted it; 1: refuted; 2: not all could be asked. The script runs in a box, by its
+own `main`, and its answers are files. The laws: no score depends on a later token; probabilities sum to one;
+every figure is the sum of one ledger over the bytes that the auditor counts; the artifact knows nothing of
+the validation text, and is all that scoring knows; ranks, compiled code and clocks have no say.
 """
 
 from __future__ import annotations
@@ -96,11 +96,10 @@ def run(args: argparse.Namespace) -> int:
         for line in verdict.not_run:
             print(f"  not run: {line}")
         if verdict.not_run:
-            print(f"  {len(verdict.not_run)} branches were not run, and nothing is said about them; the largest "
-                  f"worlds had {verdict.largest}. --replay covers what a real run did")  # fmt: skip
-        seconds = time.monotonic() - began
-        print(f"{named}: {verdict}; {len(verdict.passed)} experiments in {seconds:.0f} s, {verdict.cpu_seconds:.0f} s "
-              "of a processor")  # fmt: skip
+            print(f"  {len(verdict.not_run)} branches were not run, and nothing is said about them")
+            print(f"  the largest worlds had {verdict.largest}; --replay covers what a real run did")
+        took = f"{time.monotonic() - began:.0f} s, {verdict.cpu_seconds:.0f} s of a processor"
+        print(f"{named}: {verdict}; {len(verdict.passed)} experiments in {took}")
     return verdict.status
 
 

@@ -135,11 +135,12 @@ class Box:
         home = folder / "home"
         home.mkdir()
         prefix, self.walls = walls.around(folder, [script, *readable])
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-B", "-m", "tools.audit.box", str(script), str(folder)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=open(folder / "box.out", "wb"),  # noqa: SIM115
-            text=True, cwd=home, start_new_session=True, env=walls.environment(home, threads),
-        )  # fmt: skip
+        with open(folder / "box.out", "wb") as printed:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-B", "-m", "tools.audit.box", str(script), str(folder)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed, text=True, cwd=home,
+                start_new_session=True, env=walls.environment(home, threads),
+            )  # fmt: skip
         if self._answer(SECONDS_MAX) != 0:
             self.close()
             raise NotChecked(f"{script.name} does not load: {self.last_words()}")
@@ -149,11 +150,12 @@ class Box:
         return (self.folder / "box.out").read_text(errors="replace").strip().rpartition("\n")[2]
 
     def settings(self, given: Mapping[str, str]) -> dict[str, str]:
-        """All settings of the script, over its defaults. `NotChecked` if it takes them not."""
+        """All settings of the script, over its defaults. `NotChecked` if it refuses them."""
         name = self._next_name()
         status = self._ask({"name": name, "environment": dict(given), "what": "settings"})
         if status:
-            raise NotChecked(f"its Config takes these settings not: {Run(self.folder / name, 1, np.zeros(0)).last_words()}")
+            reason = Run(self.folder / name, status, np.zeros(0)).last_words()
+            raise NotChecked(f"its Config refuses these settings: {reason}")
         settings: dict[str, str] = json.loads((self.folder / f"{name}.settings").read_text())
         return settings
 
@@ -245,7 +247,7 @@ def serve(path: Path, folder: Path) -> None:
     import scipy.linalg  # noqa: F401 - what a run may import is loaded once, before the copies
     import torch
     import torch._dynamo
-    import torch.distributed  # noqa: F401
+    import torch.distributed
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES_MAX, FILE_BYTES_MAX))
@@ -253,7 +255,7 @@ def serve(path: Path, folder: Path) -> None:
     os.dup2(2, 1)
     clock.install()
     sys.addaudithook(functools.partial(notice, folder))
-    script = unexecuted.Execution(path).load()
+    script: Any = unexecuted.Execution(path).load()
     missing = [name for name in NAMES if not hasattr(script, name)]
     if missing:
         raise AttributeError(f"it has no {', '.join(missing)}, which an audit asks for")
@@ -325,10 +327,13 @@ def meet_at_a_file(store: str, rank: int, ranks: int) -> None:
 
 
 def keep_ledgers(script: Any, beside: str) -> None:
-    """The one look inside: a ledger that is summed leaves its nats. Code that would be compiled stays eager."""
+    """The one look inside: a ledger that is summed leaves its nats. What would be compiled stays eager."""
     import torch
 
-    torch.compile = lambda function=None, **_: function if function else lambda inner: inner
+    def stays(function: Any = None, **_: Any) -> Any:
+        return stays if function is None else function
+
+    torch.compile = stays  # type: ignore[assignment]
     score = script.Ledger.score
     numbers = iter(range(1000))
 

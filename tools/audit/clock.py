@@ -1,7 +1,7 @@
-"""The auditor's clock: a script under audit reads it in place of its machine's, and its lines are stamped by it.
+"""The auditor's clock: a script reads it in place of its machine's, and its lines are stamped by it.
 
-It moves when it is read, and when something is learned. So what a script says of seconds can be compared with what they were, to the
-read, and a limit of time ends the same work on every machine.
+It moves when it is read, and when something is learned. So what a script says of seconds can be compared
+with what they were, to the read, and a limit of time ends the same work on every machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REAL: dict[str, Callable[..., Any]] = {}  # the functions of `time` before `inst
 
 @dataclass(frozen=True)
 class Clock:
-    """A read takes a tick, a backward pass `learning` ticks, and read number `jump_at` `jump` seconds more."""
+    """A read takes a tick, a backward pass `learning` of them, read number `jump_at` `jump` seconds more."""
 
     tick: float = 1.0  # seconds
     learning: int = 50  # ticks
@@ -69,7 +69,7 @@ def install() -> None:
         in_ns = f"{name}_ns"
         setattr(time, in_ns, lambda in_ns=in_ns: int(1e9 * reader.read()) if reader else REAL[in_ns]())
     time.clock_gettime = lambda which: reader.read() if reader else REAL["clock_gettime"](which)
-    time.sleep = lambda seconds: reader.sleep(seconds) if reader else REAL["sleep"](seconds)
+    time.sleep = lambda seconds: reader.sleep(float(seconds)) if reader else REAL["sleep"](seconds)
 
 
 def start(text: str) -> None:

@@ -1,7 +1,8 @@
-"""What an honest script keeps: equalities between the files of its runs. `Broken` names one that it does not."""
+"""What an honest script keeps: equalities between the files of its runs. `Broken` names one that is not."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -148,14 +149,14 @@ def same_seconds(run: Run) -> None:
         before = now
     trained = [(now, float(found[1]) / 1e3) for _, now, line in run.stamps
                if (found := TRAIN_TIME.search(line)) and line.startswith("step:")]  # fmt: skip
-    for (then, said_then), (now, said_now) in zip(trained, trained[1:], strict=False):
+    for (then, said_then), (now, said_now) in itertools.pairwise(trained):
         if abs((said_now - said_then) - (now - then)) > SLACK * tick:
             raise Broken("clock", f"train_time runs from {said_then:.0f} to {said_now:.0f} s, "
                                   f"{now - then:.0f} s by the auditor's")  # fmt: skip
 
 
 def limits_told(run: Run) -> dict[str, tuple[float, bool]]:
-    """By name: the value of a limit, and whether it was kept. Log and summary say the same, and what is so."""
+    """By name: the value of a limit, and whether it was kept. Log and summary say so alike, and rightly."""
     found = {}
     for line in run.log.splitlines():
         if match := LIMIT.match(line):

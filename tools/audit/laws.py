@@ -25,7 +25,17 @@ from tools.audit.box import Box, Run
 from tools.audit.broken import Broken
 from tools.audit.clock import Clock
 from tools.audit.settings import FEWER_STEPS, NO_LEARNING, RUN
-from tools.audit.worlds import FIRST_LETTER, NEVER_SEEN, PIECES, World, Worlds, hard_text, random_text, repeating, words
+from tools.audit.worlds import (
+    FIRST_LETTER,
+    NEVER_SEEN,
+    PIECES,
+    World,
+    Worlds,
+    hard_text,
+    random_text,
+    repeating,
+    words,
+)
 from tools.runs.source import same_program, unwrap
 
 RANKS = (2, 3, 8)
@@ -41,7 +51,10 @@ NOTHING: Mapping[str, str] = {}
 class Lab:
     """One configuration of a script: its settings, shrunk, and an artifact that it has made with them."""
 
-    def __init__(self, box: Box, worlds: Worlds, name: str, settings: Mapping[str, str], known: set[str]) -> None:
+    def __init__(
+        self, box: Box, worlds: Worlds, name: str, settings: Mapping[str, str], known: set[str]
+    ) -> None:
+        """known: the settings that the script has."""
         self.box, self.worlds, self.name = box, worlds, name
         given = {**settings, **RUN, **(FEWER_STEPS if name == "configured" else {})}
         self.settings = {name: value for name, value in given.items() if name in known}
@@ -54,8 +67,8 @@ class Lab:
         return self.box.run(settings, world.folder, world.tokens, ranks, by_clock)
 
     def ask(
-        self, ids: np.ndarray, more: Mapping[str, str] = NOTHING, ranks: int = 1, by_clock: Clock | None = None,
-        artifact: Path | None = None,
+        self, ids: np.ndarray, more: Mapping[str, str] = NOTHING, ranks: int = 1,
+        by_clock: Clock | None = None, artifact: Path | None = None,
     ) -> Run:  # fmt: skip
         """The artifact's scores of a text."""
         world = self.worlds.asks(ids)
@@ -183,7 +196,10 @@ def sums(lab: Lab) -> Iterator[str]:
 
 @law("over a large vocabulary, too", ("configured",))
 def vocabulary(lab: Lab) -> Iterator[str]:
-    """A whole sum in one run: a text with a document for each candidate, as long as a window where it sees others."""
+    """A whole sum in one run: a text with a document for each candidate.
+
+    Where a document sees those before it, each is as long as a window.
+    """
     world = lab.worlds.of_texts("pieces", words(1, 14, 20), 1600, words(2, 5, 150))
     run = lab.train(world, {**NO_LEARNING, "ITERATIONS": "2"})
     same.counted_once(run, world)
@@ -196,7 +212,8 @@ def vocabulary(lab: Lab) -> Iterator[str]:
     settings = {**lab.settings, **NO_LEARNING, "VOCAB_SIZE": str(world.pieces)}
     scored = lab.box.run({**settings, "EVAL_ONLY": str(run.path("model.bin"))}, asked.folder, asked.tokens)
     same.ended(scored)
-    same.sum_to_one({"roundtrip": math.fsum(np.exp(-scored.nats["roundtrip"][length - 2 :: length]))}, f"{world.pieces} pieces")
+    total = math.fsum(np.exp(-scored.nats["roundtrip"][length - 2 :: length]))
+    same.sum_to_one({"roundtrip": total}, f"{world.pieces} pieces")
     yield f"over {world.pieces} pieces the probabilities sum to one"
 
 
@@ -233,7 +250,8 @@ def counts(lab: Lab) -> Iterator[str]:
 
 def limited(lab: Lab) -> dict[str, str]:
     """A limit of bytes in which quantization is felt."""
-    run = lab.train(lab.worlds.short(), {"ITERATIONS": "1", "VAL_LOSS_EVERY": "0", "ARTIFACT_BYTES_MAX": "99999999"})
+    quick = {"ITERATIONS": "1", "VAL_LOSS_EVERY": "0", "ARTIFACT_BYTES_MAX": "99999999"}
+    run = lab.train(lab.worlds.short(), quick)
     code = run.path("train_gpt.shipped.py").stat().st_size - len("99999999")
     weights = int(run.log.partition("model_params:")[2].split()[0])
     limit = code + HEAD_BYTES + weights // 2
@@ -296,8 +314,8 @@ def alone(lab: Lab, run: Run) -> None:
     }  # fmt: skip
     prefix, _ = walls.around(folder, [], [lab.box.folder.parent])
     done = subprocess.run(
-        [*prefix, sys.executable, "-B", "train_gpt.py"], cwd=folder, capture_output=True, text=True, check=False,
-        env={**walls.environment(folder), **settings},
+        [*prefix, sys.executable, "-B", "train_gpt.py"], cwd=folder, capture_output=True, text=True,
+        check=False, env={**walls.environment(folder), **settings},
     )  # fmt: skip
     if done.returncode:
         raise Broken("alone", done.stderr.strip()[-300:])
@@ -337,7 +355,7 @@ def ranks(lab: Lab) -> Iterator[str]:
     yield f"{', '.join(map(str, RANKS))} ranks score what one scores"
 
 
-@law("two ranks train without knowing the validation text, and their artifact is scored by one", ("projected tables",))
+@law("two ranks train without the validation text, and one scores their artifact", ("projected tables",))
 def trained_by_two(lab: Lab) -> Iterator[str]:
     worlds = lab.worlds
     several = of_two_texts(lab, worlds.easy(), worlds.hard(), AMPLE, 2)
@@ -376,8 +394,8 @@ def clock_of_training(lab: Lab) -> Iterator[str]:
     same.counted_once(stopped, world)
     seconds, kept = same.limits_told(stopped)["train_seconds"]
     if kept or seconds < LONG or stopped.summary["steps"] > 7:
-        raise Broken("clock", f"of {LIMIT:.0f} s {LONG:.0f} are over in step 6, and {stopped.summary['steps']} "
-                              f"steps are taken in {seconds:.0f} s, told as kept: {kept}")  # fmt: skip
+        taken = f"{stopped.summary['steps']} steps are taken in {seconds:.0f} s, told as kept: {kept}"
+        raise Broken("clock", f"{LONG:.0f} s of {LIMIT:.0f} are over in step 6, and {taken}")
     yield "a step that takes too long is the last, and the limit is told as exceeded"
 
 
@@ -411,7 +429,7 @@ def clock_of_scores(lab: Lab) -> Iterator[str]:
         again = lab.ask(ids, short, 1, Clock(tick), noted)
         same.ended(again)
         if not np.array_equal(again.nats[label], first.nats[label]):
-            raise Broken("clock", f"{label}: it learns where that is noted, and another clock moves its scores")
+            raise Broken("clock", f"{label}: another clock moves scores, though it is noted where it learns")
     yield "learned where the run has noted it, the score is the same by any clock"
     late = Clock(jump_at=read_between(ample, "phase:reload", f"phase:eval_{label}"), jump=LONG)
     seconds, kept = same.limits_told(lab.ask(ids, short, 1, late, bare))["eval_seconds"]

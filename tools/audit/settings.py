@@ -1,7 +1,7 @@
 """Settings so small that a run takes a tenth of a second: some written here, and any others shrunk.
 
-Shrinking changes widths, rows and tokens. Switches, numbers of layers, heads and visits, rates and epochs stay
-as they are, and so does the order stride <= context <= chunk.
+Shrinking changes widths, rows and tokens. Switches, numbers of layers, heads and visits, rates and epochs
+stay as they are, and so does the order stride <= context <= chunk.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The script is compiled with a mark before every function, branch, conditional expression, operand and handler,
 and each mark notes that it was passed. What counts lies on the path of a score: functions that can be reached
-from ROOTS by the names in their text. A branch that raises at its end leaves no score, and so counts for nothing.
+from ROOTS by the names in their text. A branch that ends in an error leaves no score, and counts for nothing.
 """
 
 from __future__ import annotations

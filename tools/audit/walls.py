@@ -1,4 +1,4 @@
-"""Walls around the process of a script under audit: one folder to write to, no network, no home, no other process.
+"""Walls around the process of a script: one folder to write to, no network, no home, no other process.
 
 Everything else that the system has is read-only there. Two namespaces stand one inside the other: what the
 outer one mounts the inner one cannot take away, even as its root.
@@ -23,8 +23,8 @@ from tools import REPO
 OUTER = ["unshare", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--fork", "--kill-child",
          "--mount-proc", "--"]  # fmt: skip
 INNER = ["unshare", "--map-root-user", "--mount", "--"]
-NONE = ("WITHOUT WALLS: this system starts no user namespaces, so the script could read and write what you can, "
-        "and reach the network; run it on Linux with user namespaces, or on a machine that holds nothing of yours")
+NONE = ("WITHOUT WALLS: this system starts no user namespaces, so the script could read and write what you"
+        " can, and reach the network; run it on Linux with user namespaces, or where nothing of yours is")
 # Places that are empty inside: those of sockets, of shared memory, and where everybody may write.
 EMPTY = ("/tmp", "/var/tmp", "/run", "/var/run", "/dev/shm")
 # Of /proc, where a process as root could change the system.
@@ -154,7 +154,8 @@ def main(text: str, command: list[str]) -> None:
     plan = json.loads(text)
     here = os.getcwd()
     start_loopback()
-    build(Path(plan["writable"]), [Path(path) for path in plan["kept"]], [Path(path) for path in plan["hidden"]])
+    kept, hidden = ([Path(path) for path in plan[name]] for name in ("kept", "hidden"))
+    build(Path(plan["writable"]), kept, hidden)
     os.chdir(here)  # which was the same folder before the walls
     os.execvp(command[0], command)
 

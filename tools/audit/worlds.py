@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -23,7 +23,8 @@ FIRST_LETTER = 3  # the pieces before it are controls
 STARTS = [0, 11, 40, 41, 96, 131]  # of documents in a short text; 40 and 41: an empty one
 ODD_TEXTS = ["a", "two  spaces", "café 東京 🙂 nul\x00byte", "tab\tand\nnewline", "ﬁ ½ Große", "  before"]
 CASE_MARK = "\ue001"  # of CaseOps data: the next letter is a capital, and the mark itself no text
-VALIDATION, TRAINING, SIDECAR = "fineweb_val_000000.bin", "fineweb_train_{:06}.bin", "fineweb_val_bytes_000000.bin"
+VALIDATION, TRAINING = "fineweb_val_000000.bin", "fineweb_train_{:06}.bin"
+SIDECAR = "fineweb_val_bytes_000000.bin"
 
 
 class World(NamedTuple):
@@ -64,7 +65,7 @@ def decoded_bytes(pieces: sentencepiece.SentencePieceProcessor, tokens: np.ndarr
     return sum(len(text.encode()) for text in texts)
 
 
-def tokenizer(texts: Sequence[str], kind: str, size: int, **named: object) -> bytes:
+def tokenizer(texts: Sequence[str], kind: str, size: int, **named: Any) -> bytes:
     """A SentencePiece model in the challenge's manner."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -98,7 +99,7 @@ def training_text(seed: int = 5, count: int = 3000) -> np.ndarray:
 
 
 def repeating(ids: np.ndarray, phrase: int = 9) -> np.ndarray:
-    """The text as a phrase that comes again and again, with one letter in ten another: what a cache feeds on."""
+    """The text as a phrase that comes again and again, one letter in ten another: what a cache feeds on."""
     repeated = ids.copy()
     for i in range(phrase + 1, len(ids)):
         if ids[i] != BOS_ID and i % 10:

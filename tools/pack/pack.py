@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--proof", type=Path, metavar="JSON", help="what `prove --json` printed")
     parser.add_argument(
         "--no-replay", action="store_true",
-        help=f"pack a {RECORD_TRACK} whose data or artifacts are elsewhere, without `prove --replay` of its runs",
+        help=f"pack a {RECORD_TRACK} without `prove --replay` of its runs, as where their data are elsewhere",
     )  # fmt: skip
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the tracks")
     parser.add_argument(
@@ -201,6 +201,8 @@ def proof_of(path: Path | None, sha256: str) -> dict[str, Any] | None:
     except RecordError as error:
         raise RecordError(f"--proof: {error}; python -m tools prove SCRIPT --json writes one") from error
     proof_facts(report, sha256)
+    if report.get("status") != 0:
+        raise RecordError(f"--proof {path}: {report.get('verdict')}; only a proof with status 0 is packed")
     return report
 
 

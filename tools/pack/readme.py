@@ -191,8 +191,8 @@ def _proof(submission: Mapping[str, Any]) -> str:
     if "replayed_runs" in proof:
         runs = f"{proof['replayed_runs']} of the runs" if proof["replayed_runs"] else "None of the runs"
         return (
-            f"The runs measured these limits. `python -m tools prove` tried to refute the source in small worlds"
-            f" (`{PROOF}`): {proof['verdict']}.\n\n"
+            "The runs measured these limits. `python -m tools prove` tried to refute the source in small"
+            f" worlds (`{PROOF}`): {proof['verdict']}.\n\n"
             f"- no token is learned from before it is scored: {proof['score_first']}\n"
             f"- no network: {proof['no_network']}\n"
             f"- {runs} had documents scored again by `prove --replay`, at full width"

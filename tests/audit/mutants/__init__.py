@@ -14,8 +14,8 @@ LINES = """_unchanged_main = main
 
 def main() -> int:
     if "MUTANT" in os.environ:
-        import importlib
-        importlib.import_module("tests.audit.mutants.tables").awaken(os.environ["MUTANT"], sys.modules[__name__])
+        from tests.audit.mutants import tables
+        tables.awaken(os.environ["MUTANT"], sys.modules[__name__])
     return _unchanged_main()
 
 

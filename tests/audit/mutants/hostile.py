@@ -43,7 +43,7 @@ def appended(path: Path) -> Change:
 HOSTILE: dict[str, Change] = {
     "writes-to-the-auditor": appended(REPO / "tools" / "audit" / "laws.py"),
     "writes-to-site-packages": appended(Path(socket.__file__).with_name("left_by_a_mutant.pth")),
-    "writes-to-the-home": at_start(lambda: Path(pwd.getpwuid(os.getuid()).pw_dir, "left_by_a_mutant").touch()),
+    "writes-to-the-home": appended(Path(pwd.getpwuid(os.getuid()).pw_dir) / "left_by_a_mutant"),
     "writes-to-tmp": appended(Path("/tmp/left_by_a_mutant")),
     "writes-to-the-data": at_start(lambda: Path(os.environ["DATA_PATH"], "left_by_a_mutant").touch()),
     "asks-the-network": at_start(lambda: socket.create_connection(("192.0.2.1", 80), 1)),

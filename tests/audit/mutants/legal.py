@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.audit.mutants.documents import begun
-from tests.audit.mutants.trial import Change, Trial, honest, report, scorer
+from tests.audit.mutants.trial import Trial, honest, report, scorer
 
 
 def scorers_renamed(script: ModuleType) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from tests.audit.mutants.scoring import rate_picked_by_score
-from tests.audit.mutants.trial import Mutant, Trial, honest, scorer
-from tests.audit.mutants.trial import weights_of
+from tests.audit.mutants.trial import Mutant, Trial, honest, scorer, weights_of
 
 # ======================================================================================================
 # BYTES AND TOKENIZER

@@ -19,8 +19,7 @@ from tests.audit.mutants.running import (
     sidecar_ignored,
     text_of_the_run,
 )
-from tests.audit.mutants.trial import Change, Mutant, Trial, scorer
-from tests.audit.mutants.trial import weights_of
+from tests.audit.mutants.trial import Change, Mutant, Trial, scorer, weights_of
 
 
 def wrapped(name: str, around: Callable[..., Any]) -> Change:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-
 # Changes a freshly loaded script, for good.
 Change = Callable[[ModuleType], None]
 
