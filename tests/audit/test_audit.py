@@ -81,13 +81,12 @@ def test_other_names_are_legal_but_for_those_that_an_audit_asks_for(tmp_path: Pa
 
 
 @needs_walls
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_script_that_leaves_its_box_changes_nothing_and_is_told(name: str, court: trial.Court) -> None:
+def test_a_script_that_leaves_its_box_changes_nothing_and_is_told(court: trial.Court) -> None:
     before = fingerprint()
-    run = court.lab("sgd", name, {}).train(court.worlds.short(), {"ITERATIONS": "1"})
-    assert run.status == 0, run.last_words()
-    assert court.opened.tried, "it has tried"
-    court.opened.tried.clear()
+    for name in HOSTILE:
+        assert court.lab("sgd", name, {}).train(court.worlds.short(), {"VOCAB_SIZE": "9999"}).status == 1
+        assert court.opened.tried, f"{name}: nothing was noted"
+        court.opened.tried.clear()
     assert fingerprint() == before
     for place in (Path("/tmp"), Path.home(), Path(os.__file__).parent, court.worlds.short().folder):
         assert not list(place.glob("left_by_a_mutant*"))

@@ -26,6 +26,7 @@ from tools.audit.broken import Broken, NotChecked
 from tools.audit.laws import LAWS, Lab, Law
 from tools.audit.worlds import Worlds
 from tools.runs.errors import RecordError
+from tools.runs.folder import PER_RUN_SETTINGS, SETTINGS_OF_A_START
 from tools.runs.runs import settings_of
 from tools.runs.writing import print_json
 
@@ -184,7 +185,7 @@ def describe_what_ran(verdict: Verdict, script: Path, opened: box.Box) -> None:
 
 def hash_of_settings(settings: Mapping[str, str]) -> str:
     """SHA-256 of settings but for what belongs to a single start."""
-    own = ("SEED", "FOREIGN_NAMES", "CONFIG", *PLACES, "RUN_ID", "RUNS_DIR", "RESUME", "EVAL_ONLY")
+    own = PER_RUN_SETTINGS | SETTINGS_OF_A_START | {"FOREIGN_NAMES", *PLACES}
     kept = {name: value for name, value in sorted(settings.items()) if name not in own}
     return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
 

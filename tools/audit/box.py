@@ -244,12 +244,6 @@ CHANGES = {"os.mkdir": 0, "os.remove": 0, "os.rename": 1, "os.link": 1, "os.syml
 
 def serve(path: Path, folder: Path) -> None:
     """Load the script, then do what each line of standard input asks for."""
-    import scipy.linalg  # noqa: F401 - what a run may import is loaded once, before the copies
-    import torch
-    import torch._dynamo
-    import torch.distributed
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES_MAX, FILE_BYTES_MAX))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -259,9 +253,7 @@ def serve(path: Path, folder: Path) -> None:
     missing = [name for name in NAMES if not hasattr(script, name)]
     if missing:
         raise AttributeError(f"it has no {', '.join(missing)}, which an audit asks for")
-    if hasattr(script, "shipped_code"):  # wrapping takes longer than a tiny run
-        script.shipped_code = functools.cache(script.shipped_code)
-        script.shipped_code(path.read_bytes())
+    warm_up(script, path)
     print(0, 0, file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -274,6 +266,19 @@ def serve(path: Path, folder: Path) -> None:
         statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255 for child in children]
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         print(max(statuses), used.ru_utime + used.ru_stime, file=answers, flush=True)
+
+
+def warm_up(script: Any, path: Path) -> None:
+    """Do once what each run would do: load what it may import, and wrap the script."""
+    import scipy.linalg  # noqa: F401
+    import torch
+    import torch._dynamo
+    import torch.distributed
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if hasattr(script, "shipped_code"):
+        script.shipped_code = functools.cache(script.shipped_code)
+        script.shipped_code(path.read_bytes())
 
 
 def become_run(script: Any, folder: Path, order: dict[str, Any], rank: int) -> None:

@@ -12,6 +12,7 @@ import math
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -302,8 +303,8 @@ def many_steps(lab: Lab) -> Iterator[str]:
 def alone(lab: Lab, run: Run) -> None:
     """Shipped script, artifact, tokenizer and text in an empty folder give the scores of the run."""
     world = lab.worlds.easy()
-    folder = lab.box.folder.parent / "alone"
-    (folder / "data").mkdir(parents=True)
+    folder = Path(tempfile.mkdtemp(prefix="alone_", dir=lab.box.folder.parent))
+    (folder / "data").mkdir()
     shutil.copy(run.path("train_gpt.shipped.py"), folder / "train_gpt.py")
     shutil.copy(run.path("model.bin"), folder)
     shutil.copy(world.folder / "tokenizer.model", folder)
@@ -320,7 +321,6 @@ def alone(lab: Lab, run: Run) -> None:
     if done.returncode:
         raise Broken("alone", done.stderr.strip()[-300:])
     scores = json.loads((folder / "again" / "summary.json").read_text())["losses"]
-    shutil.rmtree(folder)
     if {n: s["nats"] for n, s in scores.items()} != {n: s["nats"] for n, s in run.summary["losses"].items()}:
         raise Broken("alone", "the artifact alone has other scores")
 

@@ -15,17 +15,11 @@ from tools import REPO
 
 
 def at_start(deed: Callable[[], object]) -> Change:
-    """A change of `preflight`: first the deed."""
+    """A deed before all else."""
 
-    def change(script: ModuleType) -> None:
-        preflight = script.preflight
-
-        def with_deed(*args: object) -> object:
-            with contextlib.suppress(OSError):
-                deed()
-            return preflight(*args)
-
-        script.preflight = with_deed  # type: ignore[attr-defined]
+    def change(_: ModuleType) -> None:
+        with contextlib.suppress(OSError):
+            deed()
 
     return change
 
