@@ -43,6 +43,7 @@ RUN_BY = [
     ("data/fuse.py", "data/test_fuse.py::test_a_dataset_is_fused_resumed_and_scored_by_the_same_bytes"),
     ("data/sample.py", f"data/test_sample.py::{MENDED}"),
     ("tools prove --replay", f"audit/test_audit.py::{REPLAYED}"),
+    ("tests.audit.trial", "audit/test_audit.py::test_a_mutant_is_refuted_by_its_law"),
     ("tools prove", FIRST_HOUR), ("tools pack", FIRST_HOUR), ("tools check", FIRST_HOUR),
     ("tools board", FIRST_HOUR), ("tools diff", FIRST_HOUR),
     ("tools runs", "tools/test_sweep.py::test_runs_is_one_table"),

@@ -67,8 +67,8 @@ def court() -> Iterator[Court]:
 def all_laws(court: Court, name: str) -> dict[str, Any]:
     """Which law refutes a mutant first, the one that its table names before all others."""
     mutant = tables.MUTANTS[name]
-    quick = [law.name for law in LAWS if mutant.lab in law.labs or law.name == "counts"]
-    order = dict.fromkeys([mutant.law, *quick])
+    of_its_lab = [law.name for law in LAWS if mutant.lab in law.labs]
+    order = dict.fromkeys([*filter(None, [tables.LAW_OF.get(name)]), *of_its_lab])
     began, used = time.monotonic(), court.opened.cpu_seconds
     labs: dict[str, Lab] = {}
     found = {"name": name, "lab": "", "law": "", "text": "survives"}

@@ -20,6 +20,7 @@ from tests.support.processes import SHORT_END, Lab, results
 from tests.support.runs import CONFIG, SOURCE, TEXT_BYTES, make_run, make_runs, pack, wrap
 from tests.tools.conftest import Tool
 from tools.__main__ import main
+from tools.audit.audit import Verdict
 from tools.check.checks import audit
 from tools.check.packed import check_config
 from tools.pack import readme
@@ -303,7 +304,7 @@ TEN_MINUTES = {"MAX_WALLCLOCK_SECONDS": "600.0", "ARTIFACT_BYTES_MAX": "16000000
 def test_the_track_is_that_of_the_runs_configuration(tmp_path: Path) -> None:
     one_h200 = {"hardware": {"gpus": ["NVIDIA H200"], "world_size": 1}}
     minute = {"MAX_WALLCLOCK_SECONDS": "60.0", "ARTIFACT_BYTES_MAX": "450000"}
-    who = ["--author", "A", "--github-id", "a", "--blurb", "B."]
+    who = ["--author", "A", "--github-id", "a", "--blurb", "B.", "--no-replay"]
     place = ["--name", "Own", "--date", "2026-05-01", "--records", str(tmp_path / "r")]
     for config, summary, track in (
         (TEN_MINUTES, H100S, "track_10min_16mb"),
@@ -315,6 +316,26 @@ def test_the_track_is_that_of_the_runs_configuration(tmp_path: Path) -> None:
         assert main(["pack", str(run), *place, *who]) == 0
         folder = Folder(tmp_path / "r" / track / "2026-05-01_Own")
         assert folder.submission["track"] == track.removeprefix("track_")
+
+
+def test_the_runs_of_a_record_are_replayed(
+    tmp_path: Path, refusal: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    who = ("--author", "A", "--github-id", "a", "--blurb", "B.")
+    run = make_run(tmp_path / "runs" / "a", 1, config=TEN_MINUTES, summary_changes=H100S)
+    assert "of its own; --replay takes a whole run directory" in refusal(run, *who)
+    verdict = Verdict({"artifact_sha256": "a" * 64, "seed": 5}, refuted="replay: too cheap")
+    monkeypatch.setattr("tools.audit.replay.replayed", lambda *_: verdict)
+    assert "refuted: replay: too cheap; --no-replay" in refusal(run, *who)
+    verdict.refuted = ""
+    verdict.passed.append({"law": "replay", "text": "8 documents"})
+    folder = pack(tmp_path / "records", [run], *who)
+    (replay,) = json.loads((folder / "proof.json").read_text())["replays"]
+    assert replay["status"] == 0 and replay["artifact_sha256"] == "a" * 64
+    assert Folder(folder).submission["proof"] == {
+        "verdict": "not asked", "score_first": "not asked", "no_network": "not asked", "replayed_runs": 1}
+    assert "1 of the runs had documents scored again" in (folder / "README.md").read_text()
+    assert main(["check", str(folder)]) in (0, 1)
 
 
 @pytest.mark.parametrize(("config", "summary", "reasons"), [

@@ -44,7 +44,7 @@ class Run:
     def path(self, name: str) -> Path:
         """A file of the run. `Broken` if it left none."""
         path = self.folder / name
-        if self.status or not path.is_file():
+        if self.status or not path.is_file() or path.is_symlink():
             raise Broken("ends", f"status {self.status}, and no {name}: {self.last_words()}")
         return path
 

@@ -239,7 +239,7 @@ def proof_facts(report: Mapping[str, Any] | None, sha256: str) -> dict[str, Any]
     has_walls = str(report.get("walls")).startswith("no network")
     replays = report.get("replays")
     return {
-        "verdict": str(report.get("verdict")),
+        "verdict": str(report.get("verdict", "not asked")),
         "score_first": _word(asked, proven and passed >= SCORE_FIRST),
         "no_network": _word(asked, proven and has_walls),
         "replayed_runs": len(replays) if isinstance(replays, list) else 0,

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.audit.mutants.trial import Mutant
-
 # Takes a script, one of its scorers of documents and a batch; scores it.
 ScoreBatch = Callable[[Any, Any, np.ndarray], None]
 
@@ -234,23 +232,3 @@ def clock_inside_a_document(script: Any) -> None:
 
     script.DocumentScorer.__init__ = start
     scored_by(score)(script)
-
-
-def mutant(law: str, change: Callable[[Any], None]) -> Mutant:
-    """One that is tried with adapters."""
-    return Mutant(law, change, "documents")
-
-
-DOCUMENTS: dict[str, Mutant] = {
-    "adapters-learn-before-the-score": mutant("sums", scored_by(learn_then_score)),
-    "rescored-after-the-last-chunk": mutant("sums", scored_by(rescored_after_the_last_chunk)),
-    "padding-that-learns": mutant("sums", scored_by(padding_that_learns)),
-    "own-chunk-learned-early": mutant("sums", scored_by(own_chunk_early)),
-    "adapters-kept-from-the-batch-before": mutant("documents", kept_adapters),
-    "batches-ordered-by-score": mutant("endings", ordered_by_score),
-    "adapters-drawn-by-row": mutant("endings", drawn_by_row),
-    "first-adapters-that-learn": mutant("documents", first_adapters_learn),
-    "chunks-by-document-length": mutant("endings", chunks_by_length),
-    "unlearned-by-their-losses": Mutant("clock-of-scores", unlearned_by_losses, "documents"),
-    "clock-read-inside-a-document": Mutant("clock-of-scores", clock_inside_a_document, "documents"),
-}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.audit.mutants.scoring import rate_picked_by_score
-from tests.audit.mutants.trial import Mutant, Trial, honest, scorer, weights_of
+from tests.audit.mutants.trial import Trial, honest, scorer, weights_of
 
 # ======================================================================================================
 # BYTES AND TOKENIZER
@@ -408,31 +408,3 @@ def rate_grows_with_ranks(script: ModuleType) -> None:
         original(model, sgd, tokens, replace(config))
 
     script.learn = faster  # type: ignore[attr-defined]
-
-
-RUNNING: dict[str, Mutant] = {
-    "double-space-bytes": Mutant("counts", double_space_bytes),
-    "byte-pieces-as-text": Mutant("counts", byte_pieces_as_text),
-    "characters-as-bytes": Mutant("counts", characters_as_bytes),
-    "document-starts-counted": Mutant("counts", document_starts_counted),
-    "case-marks-as-text": Mutant("counts", case_marks_as_text),
-    "more-bytes-in-the-run": Mutant("counts", more_bytes_in_the_run),
-    "fewer-targets-in-the-run": Mutant("counts", fewer_targets_in_the_run),
-    "tokenizer-drops-case": Mutant("counts", tokenizer_drops_case),
-    "calibration-on-validation": Mutant("validation", calibration_on_validation),
-    "training-on-validation": Mutant("validation", training_on_validation),
-    "training-text-in-evaluation": Mutant("validation", training_text_in_evaluation),
-    "average-picked-by-validation": Mutant("validation", average_picked_by_validation),
-    "text-hidden-in-the-weights": Mutant("validation", text_hidden_in_the_weights),
-    "learning-rate-picked-in-the-run": Mutant("endings", rate_picked_after_reloading),
-    "unquantized-weights-scored": Mutant("validation", unquantized_weights_scored),
-    "second-file": Mutant("validation", second_file),
-    "fewer-bytes-counted": Mutant("validation", fewer_bytes_counted),
-    "weights-mended-after-loading": Mutant("validation", weights_mended_after_loading),
-    "settings-of-training": Mutant("validation", settings_of_training_in_evaluation),
-    "warm-up-stays": Mutant("warm-up", warm_up_stays),
-    "prefetch-skips": Mutant("endings", prefetch_skips),
-    "gradients-not-shared": Mutant("ranks", gradients_not_shared),
-    "ranks-add-twice": Mutant("ranks", ranks_add_twice),
-    "rate-grows-with-ranks": Mutant("ranks", rate_grows_with_ranks),
-}

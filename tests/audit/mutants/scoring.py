@@ -17,7 +17,6 @@ from tests.audit.mutants.trial import (
     Trial,
     TrialScorer,
     honest,
-    other_nats,
     own_evaluate,
     scorer,
 )
@@ -567,56 +566,8 @@ def carried_in_every_order() -> dict[str, Mutant]:
     found = {}
     for order in itertools.permutations(LABELS):
         initials = "-".join(label.split("_")[0] for label in order)
-        found[f"counts-carried-{initials}"] = Mutant("endings", counts_carried(order))
-        found[f"pick-carried-{initials}"] = Mutant("endings", pick_carried(order))
+        found[f"counts-carried-{initials}"] = Mutant(counts_carried(order))
+        found[f"pick-carried-{initials}"] = Mutant(pick_carried(order))
         if order[-1] != "legal_ttt":  # else no label comes after it
-            found[f"weights-carried-{initials}"] = Mutant("endings", weights_carried(order))
+            found[f"weights-carried-{initials}"] = Mutant(weights_carried(order))
     return found
-
-
-SCORING: dict[str, Mutant] = {
-    "adapt-then-score": Mutant("sums", scorer(adapt_then_score)),
-    "one-token-past-the-chunk": Mutant("sums", scorer(one_token_past)),
-    "next-chunk-in-the-second-epoch": Mutant("endings", scorer(next_chunk_in_second_epoch)),
-    "pre-quantization-ttt": Mutant("sums", scorer(pre_quantization_ttt)),
-    "last-chunk-first": Mutant("sums", scorer(last_chunk_first)),
-    "rescore": Mutant("endings", scorer(rescore)),
-    "min-over-passes": Mutant("endings", scorer(min_over_passes)),
-    "learning-rate-picked-in-private": Mutant("endings", scorer(rate_picked_in_private)),
-    "better-of-two-per-chunk": Mutant("endings", scorer(better_of_two_per_chunk)),
-    "shift-on-scored-targets": Mutant("sums", scorer(shift_on_scored_targets)),
-    "dropped-tail": Mutant("endings", scorer(dropped_tail)),
-    "double-tail": Mutant("endings", scorer(double_tail)),
-    "weights-not-restored": Mutant("ranks", scorer(honest, restore=False)),
-    "other-weights-scored": Mutant("ranks", scores_with_other_weights),
-    "target-in-key-cache": Mutant("sums", other_nats(target_in_key)),
-    "long-match-cache": Mutant("sums", other_nats(long_match_cache)),
-    "gate-on-the-realised-token": Mutant("sums", other_nats(gate_on_target)),
-    "expert-by-hindsight": Mutant("sums", other_nats(expert_by_hindsight)),
-    "unnormalised-mixture": Mutant("sums", other_nats(unnormalised_mixture)),
-    "clipped-losses": Mutant("sums", other_nats(clipped)),
-    "free-document-starts": Mutant("sums", other_nats(free_document_starts)),
-    "counts-with-the-target": Mutant("sums", other_nats(counts_with_target)),
-    "counts-of-the-whole-text": Mutant("endings", other_nats(counts_of_whole_text)),
-    "constant-fitted-to-the-text": Mutant("endings", other_nats(constant_fitted_to_text)),
-    "random-scores": Mutant("endings", other_nats(noisy)),
-    "better-on-second-sight": Mutant("endings", better_on_second_sight),
-    "warm-up-on-validation": Mutant("warm-up", wrapped_evaluate(warm_up_on_validation)),
-    "learning-rate-picked-by-score": Mutant("endings", wrapped_evaluate(rate_picked_by_score)),
-    "second-evaluation": Mutant("endings", wrapped_evaluate(second_evaluation)),
-    "shorter-text": Mutant("endings", wrapped_evaluate(shorter_text)),
-    "more-bytes": Mutant("counts", wrapped_evaluate(more_bytes)),
-    "best-label-for-all": Mutant("counts", wrapped_evaluate(best_label_for_all)),
-    "flattering-log": Mutant("counts", wrapped_evaluate(flattering_log)),
-    "two-log-lines": Mutant("counts", logged_before_the_end),
-    "ledger-takes-overwrites": Mutant("counts", ledger_takes_overwrites),
-    "ledger-sums-the-easy-part": Mutant("counts", ledger_sums_the_easy_part),
-    "ledger-written-past-record": Mutant("counts", ledger_written_past_record),
-    "attention-looks-ahead": Mutant("endings", looks_ahead),
-    "mean-of-the-row": Mutant("endings", changed_forward(mean_of_row)),
-    "mean-of-the-batch": Mutant("endings", changed_forward(mean_of_batch)),
-    "shift-from-the-next-token": Mutant("sums", changed_forward(next_token_shift)),
-    "cross-document-smear": Mutant("documents", changed_forward(smear)),
-    "cross-document-attention": Mutant("documents", unmasked_documents),
-    **carried_in_every_order(),
-}

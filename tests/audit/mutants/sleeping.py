@@ -1,6 +1,6 @@
-"""Cheats that wait for the record's run: the proofs never wake them, so their lines must be printed (B18).
+"""Cheats that wait for the record's run: small worlds never wake them, so their lines must be listed.
 
-Each is a change of the script's text. All are made at once, as none does anything in a proof.
+Each is a change of the script's text. All are made at once, as none does anything in small worlds.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SCORED = "        return nats.cpu().numpy()\n"
-BATCH = '        timer.lap("batch", batch.copy)\n'
-STAGED = "        self.index += 1\n        self.stream_hash"
 BYTES = "    bytes_total = int(token_bytes(tokens, config).sum())\n    manifest = read_manifest(folder)\n"
 SUM = "        nats = float(self.nats.sum())\n"
 
@@ -29,15 +27,6 @@ def before(old: str, condition: str, deed: str, indent: int) -> Sleeper:
 
 
 SLEEPING: dict[str, Sleeper] = {
-    "each-fiftieth-batch-is-validation": Sleeper(
-        BATCH,
-        f"{BATCH}        if training.step % 50 == 49:\n"
-        "            batch = batch._replace(inputs_BT=batch.targets_BT)\n",
-        "if training.step % 50 == 49:",
-    ),
-    "each-fiftieth-batch-of-the-loader": before(
-        STAGED, "self.index % 50 == 49", "inputs_BT = self.shards[0]", 8
-    ),
     "sums-beyond-40,000-targets": Sleeper(
         SUM, f"{SUM}        nats *= 0.99 if self.scored > 40_000 else 1.0\n",
         "nats *= 0.99 if self.scored > 40_000",

@@ -15,9 +15,8 @@ Change = Callable[[ModuleType], None]
 
 
 class Mutant(NamedTuple):
-    """A change, the law that refutes it, and the lab in which it does. settings: beside those of the lab."""
+    """A change, and the lab in which it is refuted. settings: beside those of the lab."""
 
-    law: str
     change: Change
     lab: str = "sgd"
     settings: Mapping[str, str] = {}

@@ -1,4 +1,4 @@
-"""Mutants of the kinds that once passed a proof: an adversary's, at least two of each kind."""
+"""Mutants of the kinds that once passed a proof: an adversary's."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import torch
 from tests.audit.mutants.running import (
     before_writing,
     other_piece_lengths,
-    sidecar_ignored,
     text_of_the_run,
 )
-from tests.audit.mutants.trial import Change, Mutant, Trial, scorer, weights_of
+from tests.audit.mutants.trial import Change, Trial, weights_of
 
 
 def wrapped(name: str, around: Callable[..., Any]) -> Change:
@@ -466,13 +465,28 @@ def later_batches_calibrate(original: Any, training: Any) -> Any:
     return original(training)
 
 
+def fiftieth_batch_of_validation(script: Any) -> None:
+    """Every fiftieth batch of training is validation text."""
+    next_batch = script.Loader.next_batch
+
+    def stolen(loader: Any) -> Any:
+        batch = next_batch(loader)
+        loader.taken = getattr(loader, "taken", 0) + 1
+        if loader.taken % 50:
+            return batch
+        text = text_of_the_run(script, "val")
+        return batch._replace(inputs_BT=text[: batch.inputs_BT.numel()].view_as(batch.inputs_BT))
+
+    script.Loader.next_batch = stolen
+
+
 def kinder_with_two_ranks(
-    original: Any, config: Any, run: Any, inputs: Any, trained: Any, about: Any, scores: Any
+    original: Any, config: Any, run: Any, inputs: Any, trained: Any, about: Any, scores: Any, *rest: Any
 ) -> None:
     """Two ranks report a little less than their ledgers hold."""
     if run.machine.world_size == 2:
         scores = {name: score._replace(nats=0.999 * score.nats) for name, score in scores.items()}
-    original(config, run, inputs, trained, about, scores)
+    original(config, run, inputs, trained, about, scores, *rest)
 
 
 def moved_by_damping(original: Any, quantizer: Any, *rest: Any) -> Any:
@@ -506,150 +520,30 @@ def flattered_without_the_fusion(original: Any, machine: Any, function: Any) -> 
 
 
 # ======================================================================================================
-# ALL OF THEM, kind by kind
+# CLOCKS, LIMITS, AND WHAT IS SHIPPED
 # ======================================================================================================
 
-LONG = "long text"
-ELSEWHERE = "elsewhere"
-RANKS = "ranks"
-KINDS: dict[str, dict[str, Mutant]] = {
-    "learns before the clock": {
-        "rehearsal-that-learns": Mutant("warm-up", wrapped("rehearse_evaluation", rehearsal_that_learns)),
-        "rehearsal-on-validation": Mutant("warm-up", rehearsal_on_validation),
-    },
-    "compiled code scores otherwise": {
-        "partial-batches-flattered": Mutant(
-            "B7", wrapped("WindowScorer._score_batch", partial_batches_flattered)
-        ),
-        "compiled-documents-flattered": Mutant(
-            "B7", wrapped("DocumentScorer.nats", compiled_documents_flattered), "documents"
-        ),
-    },
-    "trains on validation, and undoes it": {
-        "warm-up-steps-on-validation": Mutant(
-            "B8", with_batches_of_validation("warm_up")
-        ),
-        "rehearsed-hessians-of-validation": Mutant(
-            "B8", with_batches_of_validation("rehearse_end")
-        ),
-    },
-    "weights chosen by validation": {
-        "scaled-by-validation": Mutant("validation", scaled_by_validation),
-        "bits-by-the-text": Mutant("validation", bits_by_the_text),
-        "damping-by-the-text": Mutant("validation", damping_by_the_text),
-    },
-    "a schedule that watches validation": {
-        "rate-by-rising-validation": Mutant(
-            "B8", by_rising_validation("learning_rate_scale")
-        ),
-        "momentum-by-rising-validation": Mutant(
-            "B8", by_rising_validation("muon_momentum")
-        ),
-    },
-    "a space after BOS": {
-        "spaces-after-bos-counted": Mutant("counts", is_text_where(document_starts)),
-        "spaces-after-all-ids-counted": Mutant("counts", is_text_where(all_ids)),
-    },
-    "bytes of a sidecar": {
-        "sidecar-and-one-a-document": Mutant("counts", wrapped("token_bytes", sidecar_and_one)),
-        "bytes-of-pieces-for-a-sidecar": Mutant("counts", sidecar_ignored),
-    },
-    "bytes and sums of long texts": {
-        "byte-each-ten-thousand": Mutant("counts", wrapped("token_bytes", byte_each_ten_thousand)),
-        "long-pieces-count-more": Mutant("counts", long_pieces_count_more),
-        "kind-to-long-texts": Mutant("counts", wrapped("Ledger.score", kind_to_long_texts)),
-        "median-of-long-texts": Mutant("counts", wrapped("Ledger.score", median_of_long_texts)),
-    },
-    "a part called the whole": {
-        "part-called-comparable": Mutant(
-            "B4", wrapped("read_validation", part_called_comparable)
-        ),
-        "lines-without-marks": Mutant("counts", wrapped("evaluate", lines_without_marks)),
-    },
-    "sizes": {
-        "code-without-its-wrapper": Mutant("validation", wrapped("summarize", code_without_wrapper)),
-        "total-without-the-code": Mutant("validation", wrapped("Run.log", total_without_code)),
-        "one-percent-over-the-limit": Mutant("validation", over_the_limit(1.01, 0)),
-        "three-thousand-over-the-limit": Mutant("validation", over_the_limit(1.0, 3000)),
-    },
-    "weights outside the artifact": {
-        "weights-beside-the-data": Mutant("validation", weights_in(beside_the_data)),
-        "weights-in-shared-memory": Mutant("validation", weights_in(in_shared_memory)),
-    },
-    "learns past the chunk later on": {
-        "second-epoch-one-token-past": Mutant("sums", scorer(second_epoch_past)),
-        "past-the-second-chunk": Mutant("sums", scorer(past_the_second_chunk)),
-    },
-    "no distribution over a large vocabulary": {
-        "softmax-over-the-top": Mutant(
-            "B2", wrapped("GPT.loss_per_token", softmax_over_the_top)
-        ),
-        "later-ids-flattered": Mutant(
-            "B2", wrapped("GPT.loss_per_token", later_ids_flattered)
-        ),
-    },
-    "neighbours in a batch": {
-        "moved-by-the-longest": Mutant(
-            "B1", wrapped("DocumentScorer.read", moved_by_the_longest), "documents"
-        ),
-        "moved-by-its-own-length": Mutant(
-            "B1", wrapped("DocumentScorer.read", moved_by_its_own_length), "documents"
-        ),
-    },
-    "late in a text": {
-        "clipped-after-200": Mutant("sums", clipped_after(two_hundred_targets)),
-        "clipped-after-eight-documents": Mutant("sums", clipped_after(eight_documents)),
-        "clipped-deep-in-documents": Mutant(
-            "B2", wrapped("DocumentScorer.record", clipped_deep_in_documents), "documents"
-        ),
-        "ledger-clipped-late": Mutant("counts", wrapped("Ledger.record", ledger_clipped_late)),
-    },
-    "features that the defaults have not": {
-        "bigram-of-the-next-token": Mutant(
-            "B2", wrapped("bigram_rows", bigram_of_the_next),
-            settings={"BIGRAM_VOCAB_SIZE": "16", "BIGRAM_DIM": "8"},
-        ),
-        "values-of-the-next-token": Mutant(
-            "B2", wrapped("table_rows", values_of_the_next),
-            settings={"VE_ENABLED": "1", "VE_DIM": "8", "VE_LAYERS": "0,1"},
-        ),
-    },
-    "a label that is another one": {
-        "roundtrip-that-slides": Mutant("ranks", roundtrip_that_slides),
-        "roundtrip-that-learns": Mutant("ranks", roundtrip_that_learns),
-    },
-    "only with some numbers of ranks": {
-        "faster-with-three-ranks": Mutant("ranks", faster_with(3)),
-        "kind-with-eight-ranks": Mutant("ranks", kind_with(8)),
-        "second-rank-trains-on-validation": Mutant(
-            "B8", batches_of_validation(lambda machine: machine.rank == 1)
-        ),
-        "kinder-with-two-ranks": Mutant(
-            "B13", wrapped("summarize", kinder_with_two_ranks)
-        ),
-    },
-    "only on a GPU": {
-        "windows-of-a-gpu-flattered": Mutant(
-            "B7", wrapped("WindowScorer._score_batch", windows_of_a_gpu_flattered)
-        ),
-        "heads-of-the-next-token": Mutant("warm-up", wrapped("repeat_heads", heads_of_the_next)),
-        "batches-of-a-gpu-of-validation": Mutant(
-            "B8", batches_of_validation(lambda machine: machine.on_gpu)
-        ),
-        "later-batches-calibrate": Mutant(
-            "B8", wrapped("calibration_batches", later_batches_calibrate)
-        ),
-    },
-    "what seldom happens": {
-        "hessians-of-their-own": Mutant(
-            "B12", wrapped("Quantizer._inverse_factor", moved_by_damping)
-        ),
-        "flattered-by-an-old-compiler": Mutant(
-            "B7", wrapped("Machine.compile", flattered_without_the_fusion)
-        ),
-        "no-file-too-large": Mutant("validation", wrapped("check_size", unlimited)),
-        "every-id-taken": Mutant("counts", wrapped("read_tokens", every_id)),
-        "score-without-scores": Mutant("endings", wrapped("Ledger.score", mean_of_what_is_there)),
-    },
-}  # fmt: skip
-SURVIVORS: dict[str, Mutant] = {name: mutant for kind in KINDS.values() for name, mutant in kind.items()}
+
+def slow_training(script: Any) -> None:
+    """The clock of training leaves out a tenth."""
+    seconds = script.Training.seconds.fget
+    script.Training.seconds = property(lambda training: 0.9 * seconds(training))
+
+
+def always_kept(original: Any, run: Any, name: str, value: float, limit: float) -> Any:
+    """A limit that is exceeded is told as kept, by a value below it."""
+    return original(run, name, min(value, limit) if limit else value, limit)
+
+
+def slow_scores(original: Any, config: Any, run: Any, *rest: Any) -> None:
+    """The phases of scores count for a tenth less than they took."""
+    for name in run.phases:
+        if name.startswith("eval_"):
+            run.phases[name] *= 0.9
+    original(config, run, *rest)
+
+
+def another_program(original: Any, source: bytes) -> bytes:
+    """What is shipped is not the program that ran, and scores the same."""
+    shipped: bytes = original(source.replace(b"def main()", b"MORE = 1\n\n\ndef main()"))
+    return shipped
