@@ -18,7 +18,7 @@ from tools.runs.writing import Terminal, printable
 VERBS: dict[str, tuple[str, str]] = {
     "pack": ("tools.submit.pack", "turn finished runs into a records folder"),
     "check": ("tools.submit.check.check", "audit a records folder, ours or any public one"),
-    "prove": ("tools.prove.prove", "run the dynamic proofs of a legal score on a script"),
+    "prove": ("tools.audit.audit", "try to refute a score by experiments on the script"),
     "diff": ("tools.compare.diff", "compare two runs or folders: settings, code, metrics, losses"),
     "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),
     "sweep": ("tools.compare.sweep", "run settings x seeds from one file, and compare them in pairs"),

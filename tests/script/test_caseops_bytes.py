@@ -14,7 +14,7 @@ import torch
 import train_gpt
 from data import shards
 from tests.support import case
-from tools.prove import probes
+from tests.support.subject import RecordingRun
 from train_gpt import Config, DataError, Machine, open_shards, read_validation, token_bytes
 
 
@@ -42,7 +42,7 @@ def test_scores_and_documents_have_the_bytes_of_the_text(made: dict[str, str]) -
     text_bytes = sum(len(text.encode()) for text in case.texts()[: case.VAL_DOCUMENTS])
     assert data.bytes_total == text_bytes
 
-    run = probes.RecordingRun()
+    run = RecordingRun()
     scores = train_gpt.evaluate(train_gpt.build_model(config), config, run, data, "int6")
     assert list(scores) == ["legal_ttt", "sliding_window", "roundtrip"]
     for score in scores.values():

@@ -1,5 +1,6 @@
 """Scores are complete, in order, the same for any number of ranks, and equal to a plain loop over windows."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -19,17 +20,11 @@ from tests.support.before import before
 from tests.support.planted import counted_clock
 from tests.support.processes import ROUNDED, Lab
 from tests.support.ranks import on_ranks
-from tools.prove import probes, ranks
-from tools.prove import tiny as tiny_subject
-from tools.submit.check.findings import Level, Mode
+from tests.support.subject import LORA, SCORERS, RecordingRun, subject
 from train_gpt import Config, Ledger, Validation, token_bytes, window_rows
 
 GOLDEN_TARGETS, GOLDEN_WINDOWS, GOLDEN_CHUNKS = 40_540_160, 633_409, 1_238
 VALIDATION_PREFIX_BYTES = 2_504_310  # of its 901 whole documents
-
-
-def subject(**settings: str) -> probes.Subject:
-    return probes.make_subject(train_gpt, **settings)
 
 
 def plain_loop(model: Any, tokens: np.ndarray, config: Config, stride: int) -> np.ndarray:
@@ -179,7 +174,7 @@ def test_odd_streams_are_scored_whole(begins: slice | None, length: int) -> None
     if begins is not None:
         tokens[tokens == 1] = 3
         tokens[begins] = 1
-    found = [lab.nats(name, tokens, model) for name in probes.SCORERS]
+    found = [lab.nats(name, tokens, model) for name in SCORERS]
     assert all(len(nats) == length - 1 and np.isfinite(nats).all() for nats in found)
     np.testing.assert_allclose(found[1], plain_loop(model, tokens, lab.config, 8), atol=2e-5)
     if length <= lab.config.ttt_chunk_tokens + 1:
@@ -187,15 +182,29 @@ def test_odd_streams_are_scored_whole(begins: slice | None, length: int) -> None
 
 
 @pytest.mark.parametrize("settings", [{}, {"EVAL_STRIDE": "6", "TTT_CHUNK_TOKENS": "36"}], ids=str)
-def test_all_is_scored_once_and_in_order_and_learned_from_behind_its_score(settings: dict[str, str]) -> None:
+def test_all_is_scored_once_and_in_order_and_learned_from_behind_its_score(
+    settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the context is no multiple of the stride. No weight of the model changes."""
     lab = subject(**settings)
     found = lab.nats("score_sliding", lab.tokens())
     expected = plain_loop(lab.model(), lab.tokens(), lab.config, lab.config.eval_stride)
     np.testing.assert_allclose(found, expected, atol=2e-5)
-    for name in probes.SCORERS:
-        findings = probes.ledger_order(lab, name)
-        assert {finding.level(Mode.AGREED) for finding in findings} == {Level.INFO}
+    events: list[tuple[str, int, int]] = []
+    note = events.append
+    before(monkeypatch, Ledger, "record", lambda _, start, nats: note(("score", start, start + len(nats))))
+    before(monkeypatch, Ledger, "scored_tokens", lambda _, start, stop: note(("learn", start, stop)))
+    for name in SCORERS:
+        events.clear()
+        model = lab.model()
+        weights = copy.deepcopy(model.state_dict())
+        nats = lab.nats(name, lab.tokens(), model)
+        scored = [event for event in events if event[0] == "score"]
+        assert [start for _, start, _ in scored] == [0, *(stop for *_, stop in scored[:-1])]
+        assert scored[-1][2] == len(nats) == 149
+        for number, (kind, _, stop) in enumerate(events):
+            assert kind == "score" or stop - 1 <= max(end for *_, end in events[:number])
+        assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
 
 
 LONGER = {"EVAL_SEQ_LEN": "64", "TTT_CHUNK_TOKENS": "64"}  # more context than in training
@@ -209,19 +218,25 @@ def test_ttt_follows_the_protocol(changes: dict[str, str]) -> None:
     assert np.abs(found - lab.nats("score_sliding", lab.tokens())).max() > 0.01
 
 
+SMALL_BATCHES = {"VAL_BATCH_SIZE": 8 * 2 * 16, "TTT_LR": 0.03}  # two rows: several ranks score each chunk
+
+
 def write_ledgers(machine: train_gpt.Machine, folder: Path) -> None:
     """What one rank finds, in a file."""
-    lab = dataclasses.replace(ranks.in_small_batches(subject()), machine=machine)
-    (folder / f"rank{machine.rank}.json").write_text(json.dumps(ranks.ask(lab)))
+    lab = dataclasses.replace(subject(**SMALL_BATCHES), machine=machine)
+    for name in SCORERS:
+        np.save(folder / f"{name}_{machine.rank}.npy", lab.nats(name, lab.tokens()))
 
 
 def test_ranks_with_unequal_and_zero_shares_write_the_same_ledger(tmp_path: Path) -> None:
+    """Bit by bit, but where gradients are summed in another order."""
     on_ranks(3, tmp_path, write_ledgers, tmp_path)
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
-    lab = ranks.in_small_batches(subject())
-    findings = ranks.compare(lab, ranks.ask(lab), found)
-    assert len(findings) == 3
-    assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings), findings
+    lab = subject(**SMALL_BATCHES)
+    for name in SCORERS:
+        alone = lab.nats(name, lab.tokens())
+        for rank in range(3):
+            found = np.load(tmp_path / f"{name}_{rank}.npy")
+            np.testing.assert_allclose(found, alone, rtol=0, atol=1e-4 if name == "score_ttt" else 0)
 
 
 def byte_config(dataset: Path, **changes: str) -> Config:
@@ -242,7 +257,7 @@ def test_bytes_of_the_real_validation_prefix(shared_data: Path, size: int) -> No
     assert token_bytes(whole, config).sum() == VALIDATION_PREFIX_BYTES
 
 
-def lines(run: probes.RecordingRun, label: str) -> list[str]:
+def lines(run: RecordingRun, label: str) -> list[str]:
     return [line for line in run.lines if line.startswith(label)]
 
 
@@ -260,9 +275,9 @@ def test_progress_comes_in_time(every: str, told_at: list[int], monkeypatch: pyt
     """Ten seconds a chunk of 32 targets, and what all should come to. No score depends on the lines."""
     lab = subject(VAL_PROGRESS_LOG_EVERY=every, VAL_BATCH_SIZE="1")
     text = Validation(lab.tokens(), 321, "")
-    run = probes.RecordingRun()
+    run = RecordingRun()
     silent = dataclasses.replace(lab.config, val_progress_log_every=0)
-    expected = train_gpt.evaluate(lab.model(), silent, probes.RecordingRun(), text, "int6")
+    expected = train_gpt.evaluate(lab.model(), silent, RecordingRun(), text, "int6")
     tick_each_record(10.0, monkeypatch)
     assert train_gpt.evaluate(lab.model(), lab.config, run, text, "int6") == expected
     told = [
@@ -292,7 +307,7 @@ def test_the_host_fetches_nothing_from_the_device_but_the_scores_of_a_chunk(pref
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "names"), [
-    ({"TTT_LR": "0.05"}, [*probes.SCORERS]), (tiny_subject.LORA, ["score_ttt"]),
+    ({"TTT_LR": "0.05"}, [*SCORERS]), (LORA, ["score_ttt"]),
 ])  # fmt: skip
 def test_compiled_scoring_and_learning_give_the_same_ledgers(
     settings: dict[str, str], names: list[str]
@@ -314,7 +329,7 @@ def test_with_sgd_learning_stops_where_time_is_for_scoring_alone(monkeypatch: py
     whole = lab.nats("score_ttt", lab.tokens())
     for limit, chunks, taken in ((25, 4, 25), (24, 3, 20), (19, 2, 15), (9, 1, 10), (4, 0, 5)):
         now[0] = 0.0
-        clock = train_gpt.ScoreClock(probes.RecordingRun(), "legal_ttt", 0, limit)
+        clock = train_gpt.ScoreClock(RecordingRun(), "legal_ttt", 0, limit)
         nats = train_gpt.score_ttt(lab.model(), lab.tokens(), lab.config, clock).nats
         assert list(clock.modes.values()) == chunks * [32] + (4 - chunks) * [0] and now[0] == taken
         same = 32 * (chunks + 1)
@@ -349,7 +364,7 @@ def test_learned_tokens_are_those_that_there_was_a_step_on(
     documents = [[1, *(5 + place % 5 for place in range(length - 1))] for length in [*lengths, 1]]
     tokens = np.concatenate(documents).astype(np.uint16)
     validation = Validation(tokens, 321, "")
-    scores = train_gpt.evaluate(lab.model(), lab.config, probes.RecordingRun(), validation, "int6")
+    scores = train_gpt.evaluate(lab.model(), lab.config, RecordingRun(), validation, "int6")
     assert scores["legal_ttt"].learned_tokens == learned
     assert scores["roundtrip"].learned_tokens == 0
 
@@ -384,7 +399,7 @@ def test_diagnostics_follow_in_time(limit: str, left_out: int, monkeypatch: pyte
     lab = subject(VAL_BATCH_SIZE="1", MAX_EVAL_SECONDS=limit)
     tick_each_record(1.0, monkeypatch)
 
-    class Timed(probes.RecordingRun):
+    class Timed(RecordingRun):
         phase = train_gpt.Run.phase
         stop_signal = 0
 

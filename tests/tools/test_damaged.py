@@ -13,8 +13,6 @@ from tests.support.processes import Ended
 from tests.support.runs import make_run, pack
 from tests.tools.conftest import Tool
 from tools.__main__ import main
-from tools.prove.replay import modes_of
-from tools.runs.errors import RecordError
 from tools.runs.folder import Folder
 from tools.submit.check.checks import audit
 from tools.submit.check.findings import Level, Mode
@@ -91,10 +89,6 @@ def test_other_damaged_files_are_one_sentence(form: str, run: Path, tmp_path: Pa
         assert told.splitlines()[-1].startswith("tools pack: ")
         (run / "trace_rank0.json").write_bytes(data)
         assert "tools timeline: " in tool("timeline", run, status=2)
-    put(run / "eval_modes.json", data)
-    if data is not None and form not in ("an empty object",):
-        with pytest.raises(RecordError, match=r"eval_modes\.json"):
-            modes_of(run)
     folder = pack(tmp_path / "records", [base])
     for name in ("manifest.json", "proof.json", "submission.json", "summary_seed1.json"):
         kept = folder / f"{name}.kept"

@@ -6,7 +6,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from tools.prove.execution import Execution
 from tools.runs.load import load_script, operators_of_its_own
 
 TIMES = """
@@ -39,9 +38,7 @@ def results(script: ModuleType) -> list[float]:
 
 
 def test_each_copy_of_a_script_keeps_its_own_operators(tmp_path: Path) -> None:
-    """As a module, or as one that notes what it runs."""
     scripts = {factor: load_script(copy_of_times(factor, tmp_path)) for factor in (2, 3, 5)}
-    scripts[7] = Execution(copy_of_times(7, tmp_path)).load()
     for factor, script in [*scripts.items(), *reversed(scripts.items())]:
         assert results(script) == [factor, factor, factor + 1]
 

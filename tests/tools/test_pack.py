@@ -20,6 +20,7 @@ from tests.support.processes import SHORT_END, Lab, results
 from tests.support.runs import CONFIG, SOURCE, TEXT_BYTES, make_run, make_runs, pack, wrap
 from tests.tools.conftest import Tool
 from tools.__main__ import main
+from tools.audit.verdict import Verdict
 from tools.runs.folder import Folder
 from tools.runs.source import read_script, same_program
 from tools.submit import readme
@@ -303,7 +304,7 @@ TEN_MINUTES = {"MAX_WALLCLOCK_SECONDS": "600.0", "ARTIFACT_BYTES_MAX": "16000000
 def test_the_track_is_that_of_the_runs_configuration(tmp_path: Path) -> None:
     one_h200 = {"hardware": {"gpus": ["NVIDIA H200"], "world_size": 1}}
     minute = {"MAX_WALLCLOCK_SECONDS": "60.0", "ARTIFACT_BYTES_MAX": "450000"}
-    who = ["--author", "A", "--github-id", "a", "--blurb", "B."]
+    who = ["--author", "A", "--github-id", "a", "--blurb", "B.", "--no-replay"]
     place = ["--name", "Own", "--date", "2026-05-01", "--records", str(tmp_path / "r")]
     for config, summary, track in (
         (TEN_MINUTES, H100S, "track_10min_16mb"),
@@ -315,6 +316,26 @@ def test_the_track_is_that_of_the_runs_configuration(tmp_path: Path) -> None:
         assert main(["pack", str(run), *place, *who]) == 0
         folder = Folder(tmp_path / "r" / track / "2026-05-01_Own")
         assert folder.submission["track"] == track.removeprefix("track_")
+
+
+def test_the_runs_of_a_record_are_replayed(
+    tmp_path: Path, refusal: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    who = ("--author", "A", "--github-id", "a", "--blurb", "B.")
+    run = make_run(tmp_path / "runs" / "a", 1, config=TEN_MINUTES, summary_changes=H100S)
+    assert "of its own; --replay takes a whole run directory" in refusal(run, *who)
+    verdict = Verdict({"artifact_sha256": "a" * 64, "seed": 5}, refuted="replay: too cheap")
+    monkeypatch.setattr("tools.audit.replay.replayed", lambda *_: verdict)
+    assert "refuted: replay: too cheap; --no-replay" in refusal(run, *who)
+    verdict.refuted = ""
+    verdict.passed.append({"law": "replay", "text": "8 documents"})
+    folder = pack(tmp_path / "records", [run], *who)
+    (replay,) = json.loads((folder / "proof.json").read_text())["replays"]
+    assert replay["status"] == 0 and replay["artifact_sha256"] == "a" * 64
+    assert Folder(folder).submission["proof"] == {
+        "verdict": "not asked", "score_first": "not asked", "no_network": "not asked", "replayed_runs": 1}
+    assert "1 of the runs had documents scored again" in (folder / "README.md").read_text()
+    assert main(["check", str(folder)]) in (0, 1)
 
 
 @pytest.mark.parametrize(("config", "summary", "reasons"), [
@@ -394,23 +415,26 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
     config = {"NUM_LOOPS": "2", "LOOP_START": "3", "LOOP_END": "5", "MUON_WD": "0.5"}
     config |= {"EMBED_WD": "0.085", "ADAM_WD": "0.02"}
     run = make_run(tmp_path / "runs" / "a", 1, config=config)
-    report = {"sha256": sha256_file(run / "train_gpt.py"), "verdict": "proven", "findings": [
-        {"check": "B5", "level": "INFO"}, {"check": "B15", "level": "WARN"}]}  # fmt: skip
+    report = {"sha256": sha256_file(run / "train_gpt.py"), "status": 0, "verdict": "proven",
+              "walls": "WITHOUT WALLS", "passed": [{"law": "endings"}, {"law": "sums"}]}  # fmt: skip
     proof = tmp_path / "proof.json"
     proof.write_text(json.dumps({**report, "sha256": "0" * 64}))
     assert "the proof is of a script" in refusal(run, "--proof", proof)
+    proof.write_text(json.dumps({**report, "status": 1, "verdict": "refuted: kraft"}))
+    assert "refuted: kraft; only a proof" in refusal(run, "--proof", proof)
     proof.write_text(json.dumps(report))
     other = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, source="x = 1\n" * 9), name="Base")
     folder = pack(tmp_path / "records", [run], "--proof", str(proof), "--baseline", str(other))
     submission = Folder(folder).submission
-    assert submission["proof"] == {"verdict": "proven", "score_first": "proven", "no_network": "not proven"}
+    assert submission["proof"] == {
+        "verdict": "proven", "score_first": "proven", "no_network": "not proven", "replayed_runs": 0}
     assert submission["technique_summary"] == "layers 3 to 5 run 2 more times"
     assert submission["attribution"]["MUON_WD EMBED_WD ADAM_WD"].startswith("changed here; PRs #1218")
     assert ["MUON_WD", "–", "0.5"] in submission["comparison"]["settings"]
     page = (folder / "README.md").read_text()
-    for told in ("## Compliance", "(B15): not proven", "| MUON_WD | – | 0.5 |",
+    for told in ("## Compliance", "no network: not proven", "| MUON_WD | – | 0.5 |",
                  "| `NUM_LOOPS=2` `LOOP_START=3` `LOOP_END=5` | PRs #1204"):  # fmt: skip
         assert told in page, told
     assert not (folder / "baseline.diff").exists() and main(["check", str(folder)]) == 0
-    (folder / "proof.json").write_text(json.dumps({**report, "findings": []}))
+    (folder / "proof.json").write_text(json.dumps({**report, "passed": []}))
     assert any("`proof.score_first` is 'proven'" in finding.text for finding in audit(Folder(folder)))

@@ -15,7 +15,8 @@ from tools.runs.stats import Comparison, compare, deviation, mean
 from tools.runs.techniques import technique_summary
 
 IDENTITY = ("author", "github_id", "name", "blurb", "date", "track")
-PROVED = {"B5": "score_first", "B15": "no_network"}  # of the proofs: what reviewers ask for
+PROVED_UNTIL_0_6_2 = {"B5": "score_first", "B15": "no_network"}  # by the names of its checks
+SCORE_FIRST = {"endings", "sums"}  # the laws that a score keeps which learns from nothing before it is scored
 
 
 @dataclass(frozen=True)
@@ -228,10 +229,33 @@ def proof_facts(report: Mapping[str, Any] | None, sha256: str) -> dict[str, Any]
         return None
     if report.get("sha256") != sha256:
         raise RecordError(f"the proof is of a script with sha256 {report.get('sha256')}, not of {sha256}")
+    if "findings" in report:
+        return older_proof_facts(report)
+    entries = report.get("passed")
+    passed = {str(entry.get("law")) for entry in entries if isinstance(entry, Mapping)} \
+        if isinstance(entries, list) else set()  # fmt: skip
+    asked = report.get("status") is not None
+    proven = report.get("status") == 0
+    has_walls = str(report.get("walls")).startswith("no network")
+    replays = report.get("replays")
+    return {
+        "verdict": str(report.get("verdict", "not asked")),
+        "score_first": _word(asked, proven and passed >= SCORE_FIRST),
+        "no_network": _word(asked, proven and has_walls),
+        "replayed_runs": len(replays) if isinstance(replays, list) else 0,
+    }
+
+
+def _word(asked: bool, proven: bool) -> str:
+    return "not asked" if not asked else "proven" if proven else "not proven"
+
+
+def older_proof_facts(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a report that version 0.6.2 or an older one has written."""
     listed = report.get("findings")
     findings = [f for f in listed if isinstance(f, Mapping)] if isinstance(listed, list) else []
     facts: dict[str, Any] = {"verdict": str(report.get("verdict"))}
-    for check, name in PROVED.items():
+    for check, name in PROVED_UNTIL_0_6_2.items():
         levels = {str(finding.get("level")) for finding in findings if finding.get("check") == check}
         facts[name] = "not proven" if levels - {"INFO"} else "proven" if levels else "not asked"
     return facts

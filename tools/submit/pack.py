@@ -117,6 +117,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="more files of the record, such as the program that made its data",
     )  # fmt: skip
     parser.add_argument("--proof", type=Path, metavar="JSON", help="what `prove --json` printed")
+    parser.add_argument(
+        "--no-replay", action="store_true",
+        help=f"pack a {RECORD_TRACK} without `prove --replay` of its runs, as where their data are elsewhere",
+    )  # fmt: skip
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the tracks")
     parser.add_argument(
         "--wrap",
@@ -155,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
             raise RecordError(f"{RECORD_TRACK} needs {' '.join(missing)}: the challenge asks for it")
     identity["attribution"] = attribution(runs[0].config)
     proof = proof_of(args.proof, runs[0].script.sha256)
+    if track == RECORD_TRACK and not args.no_replay:
+        proof = {**(proof or {"sha256": runs[0].script.sha256}), "replays": replays_of(runs)}
     destination = _destination(args.records, track, f"{args.date}_{args.name}")
     code = code_to_ship(runs[0], args.wrap)
     shared = None if args.with_source else place_to_share(args.records, code.readable)
@@ -194,7 +200,23 @@ def proof_of(path: Path | None, sha256: str) -> dict[str, Any] | None:
     except RecordError as error:
         raise RecordError(f"--proof: {error}; python -m tools prove SCRIPT --json writes one") from error
     proof_facts(report, sha256)
+    if report.get("status") != 0:
+        raise RecordError(f"--proof {path}: {report.get('verdict')}; only a proof with status 0 is packed")
     return report
+
+
+def replays_of(runs: Sequence[RunDirectory]) -> list[dict[str, Any]]:
+    """What `prove --replay` says of each run. RecordError for one that is refuted or cannot be replayed."""
+    from tools.audit.replay import replayed
+
+    found = []
+    for directory in runs:
+        print(f"replay of {directory.path}", file=sys.stderr)
+        verdict = replayed(directory.path, None, None, lambda line: print(line, file=sys.stderr))
+        if verdict.status:
+            raise RecordError(f"{directory.path}: {verdict}; --no-replay packs it without")
+        found.append(verdict.as_json())
+    return found
 
 
 def missing_options(identity: dict[str, Any]) -> list[str]:

@@ -187,6 +187,15 @@ def _proof(submission: Mapping[str, Any]) -> str:
             "The runs measured these limits. That every token is scored before anything learns from it, and"
             " that no network is used, was not asked of `python -m tools prove`."
         )
+    if "replayed_runs" in proof:
+        runs = f"{proof['replayed_runs']} of the runs" if proof["replayed_runs"] else "None of the runs"
+        return (
+            "The runs measured these limits. `python -m tools prove` tried to refute the source in small"
+            f" worlds (`{PROOF}`): {proof['verdict']}.\n\n"
+            f"- no token is learned from before it is scored: {proof['score_first']}\n"
+            f"- no network: {proof['no_network']}\n"
+            f"- {runs} had documents scored again by `prove --replay`, at full width"
+        )
     return (
         "The runs measured these limits. `python -m tools prove` asked the source in shrunk sizes"
         f" (`{PROOF}`): {proof['verdict']}.\n\n"

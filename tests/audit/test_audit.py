@@ -1,0 +1,217 @@
+"""The audit refutes every script that is wrong, by the law that its table names, and none that is honest."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_gpt
+from tests.audit import trial
+from tests.audit.mutants import sleeping, tables
+from tests.audit.mutants.hostile import HOSTILE
+from tests.audit.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS
+from tests.support.processes import Ended, Lab
+from tests.tools.conftest import Tool
+from tools import REPO
+from tools.audit import box, replay, settings, unexecuted, walls
+from tools.audit.verdict import fingerprint
+from tools.audit.broken import Broken, NotChecked
+from tools.audit.laws import LAWS
+
+SCRIPT = REPO / "train_gpt.py"
+# A few of them, each for another law; the slow tests try all.
+SAMPLE = ["adapt-then-score", "more-bytes", "unlearned-by-their-losses", "cross-document-smear",
+          "shorter-text"]  # fmt: skip
+HAS_WALLS = bool(walls.around(Path("/tmp"), [])[0])
+needs_walls = pytest.mark.skipif(not HAS_WALLS, reason="this system starts no user namespaces")
+
+
+@pytest.fixture(scope="module")
+def court() -> Iterator[trial.Court]:
+    with trial.court() as opened:
+        yield opened
+
+
+def slow_but(sample: list[str], names: list[str]) -> list[object]:
+    """All names, those that are not of the sample as slow ones."""
+    return [name if name in sample else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_but(SAMPLE, [*tables.LAW_OF]))
+def test_a_mutant_is_refuted_by_its_law(name: str, court: trial.Court) -> None:
+    mutant = tables.MUTANTS[name]
+    lab = court.lab(mutant.lab, name, mutant.settings)
+    law = tables.LAW_OF[name]
+    assert court.refuted(lab, law), f"{name} survived {law} in {mutant.lab}"
+
+
+def test_every_law_has_mutants_in_labs_of_its_own() -> None:
+    labs = {law.name: law.labs for law in LAWS}
+    assert labs.keys() - tables.BY_LAW.keys() == {"clock-of-training"}  # see the test of clocks below
+    for name, law in tables.LAW_OF.items():
+        assert tables.MUTANTS[name].lab in labs[law], name
+
+
+@pytest.mark.parametrize("name", slow_but(["recorded-in-pieces"], [*LEGAL, *LEGAL_OF_DOCUMENTS]))
+def test_a_legal_change_is_not_refuted(name: str, court: trial.Court) -> None:
+    lab = court.lab("documents" if name in LEGAL_OF_DOCUMENTS else "sgd", name, {})
+    laws = ["documents"] if name == "recorded-in-pieces" else ["endings", "documents", "sums", "ranks"]
+    for law in laws:
+        assert court.refuted(lab, law) == ""
+
+
+@pytest.mark.slow
+def test_other_names_are_legal_but_for_those_that_an_audit_asks_for(tmp_path: Path, tool: Tool) -> None:
+    source = SCRIPT.read_text(encoding="utf-8")
+    script = tmp_path / "train_gpt.py"
+    for name in ("evaluate", "build_model", "Run", "score_ttt", "shipped_code"):
+        source = re.sub(rf"\b{name}\b", f"{name}_renamed", source)
+    script.write_text(source)
+    assert "proven" in tool("prove", script, "--only", "documents,counts")
+    script.write_text(re.sub(r"\bLedger\b", "Scores", source))
+    assert "it has no Ledger" in tool("prove", script, status=2)
+
+
+@needs_walls
+def test_a_script_that_leaves_its_box_changes_nothing_and_is_told(court: trial.Court) -> None:
+    before = fingerprint()
+    for name in HOSTILE:
+        assert court.lab("sgd", name, {}).train(court.worlds.short(), {"VOCAB_SIZE": "9999"}).status == 1
+        assert court.opened.tried, f"{name}: nothing was noted"
+        court.opened.tried.clear()
+    assert fingerprint() == before
+    for place in (Path("/tmp"), Path.home(), Path(os.__file__).parent, court.worlds.short().folder):
+        assert not list(place.glob("left_by_a_mutant*"))
+
+
+@needs_walls
+def test_a_box_has_no_network_no_home_and_no_device(tmp_path: Path) -> None:
+    script = tmp_path / "train_gpt.py"
+    script.write_text("import os, pwd, socket\nhome = pwd.getpwuid(os.getuid()).pw_dir\n"
+                      "names = [name for _, name in socket.if_nameindex()]\n"
+                      "raise RuntimeError(sorted(os.listdir('/dev')), names,"
+                      "os.access('/proc/sys/kernel/hostname', os.W_OK),"
+                      "os.access(home, os.W_OK))")  # fmt: skip
+    expected = r"'full', 'null', 'random', 'shm', 'urandom', 'zero'\], \['lo'\], False, False"
+    with pytest.raises(NotChecked, match=expected):
+        box.Box(script, tmp_path / "runs", [])
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.env")), ids=lambda path: path.stem)
+def test_every_config_is_shrunk_and_keeps_its_features(path: Path) -> None:
+    whole = train_gpt.Config.from_env({"CONFIG": str(path)})
+    small = train_gpt.Config.from_env(settings.shrunk(whole.as_env()))
+    assert small.model_dim <= 64 and small.eval_length <= 32 and small.documents_at_once <= 4
+    small.rules()
+    for name, value in whole.as_env().items():
+        if value in ("0", "0.0", "-1") and name not in ("MAX_WALLCLOCK_SECONDS", "TTT_BATCH_SIZE"):
+            assert small.as_env()[name] == value, f"{name} is on in the shrunk form"
+    for same in ("num_layers", "num_heads", "num_loops", "parallel_mode", "doc_mask", "ttt_mode"):
+        assert getattr(small, same) == getattr(whole, same)
+    assert (small.eval_stride == small.eval_length) == (whole.eval_stride == whole.eval_length)
+
+
+def test_a_branch_that_was_not_run_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("def evaluate(n):\n    if n > 40_000:\n        n = n * 0.99\n    return n if n else 0\n")
+    execution = unexecuted.Execution(path)
+    script = execution.load()
+    assert script.evaluate(3) == 3
+    told = "\n".join(map(str, execution.not_run(bytes(execution.ran))))
+    assert "line 2, evaluate: never true: if n > 40_000:" in told and "never chosen: 0" in told
+    script.evaluate(50_000), script.evaluate(0)
+    assert execution.not_run(bytes(execution.ran)) == []
+
+
+def test_a_proof_says_what_it_could_not_ask(tmp_path: Path, tool: Tool) -> None:
+    assert "no such law" in tool("prove", SCRIPT, "--only", "nonsense", status=2)
+    assert "name a train_gpt.py" in tool("prove", status=2)
+    script = tmp_path / "train_gpt.py"
+    script.write_text("raise ValueError('not today')")
+    report = json.loads(tool("prove", script, "--json", status=2))
+    assert report["status"] == 2 and "not today" in report["verdict"] and report["passed"] == []
+    script.write_text("def main():\n    print('proven')\n    return 0\n")
+    assert "it has no Config" in tool("prove", script, status=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_our_script_is_proven_and_what_sleeps_in_it_is_told(tmp_path: Path, tool: Tool) -> None:
+    """Changes of its text that wait for a record's run: no small world wakes them; their lines are listed."""
+    script = tmp_path / "train_gpt.py"
+    script.write_text(sleeping.with_all(SCRIPT.read_text(encoding="utf-8")), encoding="utf-8")
+    report = json.loads(tool("prove", script, "--json", status=0))
+    assert report["verdict"].startswith("proven") and {entry["law"] for entry in report["passed"]} == {
+        law.name for law in LAWS}  # fmt: skip
+    told = "\n".join(report["not_run"])
+    for name, sleeper in sleeping.SLEEPING.items():
+        assert sleeper.line[:60] in told, name
+    honest = json.loads(tool("prove", SCRIPT, "--json", status=0))
+    assert len(honest["not_run"]) < len(report["not_run"])
+
+
+# --- replay ---
+
+
+LEARNS = {"TTT_ENABLED": 1, "TTT_BATCH_SIZE": 2, "TTT_CHUNK_SIZE": 16, "TTT_CHUNK_TOKENS": 512,
+          "EVAL_STRIDE": 16, "COMPUTE_DTYPE": "float32", "ITERATIONS": 3}  # fmt: skip
+
+
+def replayed(run: Path, seed: int = 3) -> str:
+    return str(replay.replayed(run, 5, seed, lambda _: None))
+
+
+def test_figures_that_are_no_sums_of_the_documents_are_refuted_and_foreign_paths_not_read(
+    finished: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = Path(shutil.copytree(finished.directory, tmp_path / "run"))
+    run = replay.RunDirectory(scored)
+    given = replay.settings_of(scored / "config.env")
+    original = replay.read_original(scored, given, "float32")
+    assert "documents over" in replay.figures(run, original)
+    assert "same program" in replay.same_files(run)
+    nats = np.fromfile(scored / "nats_roundtrip.bin")
+    (0.99 * nats).tofile(scored / "nats_roundtrip.bin")
+    with pytest.raises(Broken, match="counts: roundtrip"):
+        replay.figures(run, original)
+    nats[0] = np.nan
+    nats.tofile(scored / "nats_roundtrip.bin")
+    with pytest.raises(Broken, match="coverage: roundtrip"):
+        replay.figures(run, original)
+    with open(scored / "train_gpt.py", "a") as file:
+        file.write("# touched")
+    with pytest.raises(Broken, match=r"train_gpt\.py is not the file of the run"):
+        replay.same_files(run)
+    secret = tmp_path / "secret"
+    secret.write_text("a key")
+    for name in ("DATA_PATH", "TOKENIZER_PATH"):
+        monkeypatch.delenv(name, raising=False)
+        with pytest.raises(NotChecked, match="name the data of the run"):
+            replay.read_original(scored, {**given, name: str(secret)}, "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lora", "sgd"])
+def test_a_run_is_repeated_and_a_run_that_flatters_itself_is_not(mode: str, lab: Lab) -> None:
+    learns = {**LEARNS, "TTT_MODE": mode}
+    assert replayed(lab.succeed(**learns).directory).startswith("proven")
+    source = SCRIPT.read_text(encoding="utf-8")
+    awake = 'os.environ.get("RUN_ID", "") == "record"'  # in no box
+    scored = "        return nats.cpu().numpy()\n"
+    flattered = source.replace(scored, f"        nats *= 0.999 if {awake} else 1.0\n{scored}")
+    assert flattered != source
+    script = lab.folder / "flattering.py"
+    script.write_text(flattered)
+    record = lab.elsewhere("record").succeed(script=script, **{**learns, "RUN_ID": "record"}).directory
+    assert "refuted: replay: " in replayed(record)
+    is_wide = "self.model.settings.model_dim == 32"
+    script.write_text(source.replace(scored, f"        nats *= 0.99 if {is_wide} else 1.0\n{scored}"))
+    awake_in_both = lab.elsewhere("wide").succeed(script=script, **learns).directory
+    assert "refuted: kraft: " in replayed(awake_in_both)

@@ -1,0 +1,140 @@
+"""`prove SCRIPT`: experiments that try to refute a score. `prove --replay RUN` scores a run again.
+
+Exit status 0: nothing refuted it; 1: refuted; 2: not all could be asked. The script runs in a box, by its
+own `main`, and its answers are files. The laws: no score depends on a later token; probabilities sum to one;
+every figure is the sum of one ledger over the bytes that the auditor counts; the artifact knows nothing of
+the validation text, and is all that scoring knows; ranks, compiled code and clocks have no say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from data.files import sha256_file
+from tools.audit import box, settings, unexecuted
+from tools.audit.broken import Broken, NotChecked
+from tools.audit.laws import LAWS, Lab, Law
+from tools.audit.replay import replayed
+from tools.audit.verdict import Verdict, fingerprint, hash_of_settings
+from tools.audit.worlds import Worlds
+from tools.runs.errors import RecordError
+from tools.runs.runs import settings_of
+from tools.runs.writing import print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", type=Path, nargs="?", metavar="SCRIPT", help="a train_gpt.py")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="audit these settings, not the defaults")
+    names = ", ".join(law.name for law in LAWS)
+    parser.add_argument("--only", metavar="A,B", help=f"only these laws; no verdict on others: {names}")
+    parser.add_argument("--replay", type=Path, metavar="RUN", help="score documents of a run directory again")
+    parser.add_argument("--documents", type=int, metavar="N", help="for --replay: how many")
+    parser.add_argument("--seed", type=int, metavar="N", help="for --replay: draw the documents of this seed")
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if (args.script is None) == (args.replay is None):
+        raise RecordError("name a train_gpt.py, or --replay with a run directory")
+    began = time.monotonic()
+    say = (lambda _: None) if args.json else (lambda line: print(line, flush=True))
+    if args.replay is not None:
+        verdict = replayed(args.replay, args.documents, args.seed, say)
+        named = args.replay
+    else:
+        verdict = audited(args.script, args.config, chosen(args.only), say)
+        named = args.script
+    if args.json:
+        print_json(verdict.as_json())
+    else:
+        for line in verdict.not_run:
+            print(f"  not run: {line}")
+        if verdict.not_run:
+            print(f"  {len(verdict.not_run)} branches were not run, and nothing is said about them")
+            print(f"  the largest worlds had {verdict.largest}; --replay covers what a real run did")
+        took = f"{time.monotonic() - began:.0f} s, {verdict.cpu_seconds:.0f} s of a processor"
+        print(f"{named}: {verdict}; {len(verdict.passed)} experiments in {took}")
+    return verdict.status
+
+
+def chosen(names: str | None) -> list[Law]:
+    """The laws of --only, or all. RecordError for a name that there is not."""
+    if names is None:
+        return LAWS
+    wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
+    known = {law.name: law for law in LAWS}
+    for name in wanted:
+        if name not in known:
+            raise RecordError(f"--only {name}: no such law; there are {', '.join(known)}")
+    return [known[name] for name in wanted]
+
+
+def audited(script: Path, config: Path | None, laws: list[Law], say: Callable[[str], None]) -> Verdict:
+    """All experiments about a script, until the first that refutes it."""
+    for path in (script, config):
+        if path is not None and not path.is_file():
+            raise RecordError(f"{path}: no such file; name a train_gpt.py, or a file of settings")
+    script = script.resolve()
+    given = settings_of(config) if config is not None else {}
+    verdict = Verdict({"script": script.name, "sha256": sha256_file(script)})
+    ours = fingerprint()
+    with tempfile.TemporaryDirectory(prefix="audit_") as folder:
+        worlds = Worlds(Path(folder).resolve() / "worlds")
+        try:
+            with box.opened(script, Path(folder).resolve() / "runs", [worlds.folder]) as opened:
+                verdict.walls = opened.walls
+                say(f"  walls: {opened.walls}")
+                whole = opened.settings(given)
+                verdict.subject["settings_sha256"] = hash_of_settings(whole)
+                for name, text in experiments(opened, worlds, whole, laws):
+                    verdict.passed.append({"law": name, "text": text})
+                    verdict.cpu_seconds = opened.cpu_seconds
+                    say(f"  pass {name}: {text}")
+                if opened.tried:
+                    raise Broken("walls", f"it tried to leave its box: {', '.join(opened.tried[:3])}")
+                describe_what_ran(verdict, script, opened)
+        except Broken as error:
+            verdict.refuted = str(error)
+        except NotChecked as error:
+            verdict.not_checked = str(error)
+        except (KeyError, TypeError, ValueError, OSError) as error:  # files of another form than ours
+            verdict.not_checked = f"its files cannot be read: {type(error).__name__}: {error}"
+    if fingerprint() != ours:
+        verdict.refuted = "walls: the auditor's own files have changed"
+    return verdict
+
+
+def experiments(
+    opened: box.Box, worlds: Worlds, whole: Mapping[str, str], laws: list[Law]
+) -> Iterator[tuple[str, str]]:
+    """(law, what held) of each law in each of its labs. `Broken` at the first that does not hold."""
+    for name, given in configurations(whole).items():
+        lab = Lab(opened, worlds, name, given, set(whole))
+        for law in laws:
+            if name not in law.labs:
+                continue
+            try:
+                for text in law.test(lab):
+                    yield law.name, f"{name}: {text}"
+            except Broken as error:
+                tried = f"; it tried to leave its box: {', '.join(opened.tried[:3])}" if opened.tried else ""
+                raise Broken(error.law, f"{name}: {error.text}{tried}") from error
+
+
+def configurations(whole: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The settings of each lab. whole: those that are audited."""
+    return {
+        "sgd": settings.SGD, "documents": settings.DOCUMENTS, "configured": settings.shrunk(whole),
+        "tables": settings.TABLES, "projected tables": settings.PROJECTED_TABLES, "lanes": settings.LANES,
+    }  # fmt: skip
+
+
+def describe_what_ran(verdict: Verdict, script: Path, opened: box.Box) -> None:
+    """The branches that no run took, and the largest sizes that any had."""
+    execution = unexecuted.Execution(script)
+    verdict.not_run = [str(mark) for mark in execution.not_run(opened.ran)]
+    verdict.largest = ", ".join(f"{size:,} {name}" for name, size in opened.largest.items())
