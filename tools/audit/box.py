@@ -235,7 +235,7 @@ def opened(script: Path, folder: Path, readable: list[Path], threads: int = 1) -
 
 # --- inside the box: the process of the script ---
 
-KEPT = ("PATH", "HOME", "TMPDIR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
+KEPT = ("HOME", "TMPDIR", "GLOO_SOCKET_IFNAME")
 watched: list[Path] = []  # where attempts to leave the box are noted; none: not now
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {"os.mkdir": 0, "os.remove": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1, "os.chmod": 0,
@@ -275,6 +275,7 @@ def warm_up(script: Any, path: Path) -> None:
     import torch._dynamo
     import torch.distributed
 
+    os.fsync = lambda _: None  # nothing here must outlive a crash, and disks are slow
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if hasattr(script, "shipped_code"):
         script.shipped_code = functools.cache(script.shipped_code)

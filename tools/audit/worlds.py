@@ -139,9 +139,9 @@ class Worlds:
         parts = [training_text(seed, count) for seed, count in ((7, 700), (8, 500), (9, 901))]
         return self._once(f"several-{name}", ids, parts)
 
-    def long(self, count: int = 700) -> World:
-        """One long document and many short ones."""
-        return self._once(f"long{count}", random_text(3, count, [0, *range(340, count, 20)]))
+    def long(self, count: int = 430) -> World:
+        """One long document and many short ones, of which the last is alone in its batch."""
+        return self._once(f"long{count}", random_text(3, count, [0, *range(340, count, 10)]))
 
     def asks(self, ids: np.ndarray) -> World:
         """Another text by the same tokenizer, nothing to train on."""
