@@ -96,8 +96,8 @@ class Script:
                        f"--nproc_per_node={case.ranks}", str(self.path)]  # fmt: skip
         ours = self.known | {"CONFIG"}
         kept = {name: value for name, value in os.environ.items() if name not in ours}
-        environment = {**kept, **self.settings(case), "RUNS_DIR": str(folder), "RUN_ID": "run",
-                       "OMP_NUM_THREADS": "1", **(case.environment or {})}  # fmt: skip
+        environment = {**kept, **self.settings(case), "CONFIG": "none", "RUNS_DIR": str(folder),
+                       "RUN_ID": "run", "OMP_NUM_THREADS": "1", **(case.environment or {})}  # fmt: skip
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
         if ended.returncode != 0:
             output = (ended.stdout + ended.stderr)[-3000:]

@@ -329,7 +329,9 @@ def test_the_runs_of_a_record_are_replayed(
     assert "refuted: replay: too cheap; --no-replay" in refusal(run, *who)
     verdict.refuted = ""
     verdict.passed.append({"law": "replay", "text": "8 documents"})
-    folder = pack(tmp_path / "records", [run], *who)
+    records = tmp_path / "records"
+    pack(records, [run], "--track", "track_10min_16mb")
+    (folder,) = (records / "track_10min_16mb").iterdir()
     (replay,) = json.loads((folder / "proof.json").read_text())["replays"]
     assert replay["status"] == 0 and replay["artifact_sha256"] == "a" * 64
     assert Folder(folder).submission["proof"] == {

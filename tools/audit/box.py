@@ -166,7 +166,9 @@ class Box:
         """A run of `main` on a data set by so many ranks."""
         name = self._next_name()
         environment = {"TOKENIZER_PATH": str(data / "tokenizer.model"), **settings}
-        environment |= {"DATA_PATH": str(data), "RUNS_DIR": str(self.folder), "RUN_ID": name}
+        # All settings are given: no file, and none that a shipped script has in its wrapper.
+        environment |= {"CONFIG": "none", "RUN_ID": name}
+        environment |= {"DATA_PATH": str(data), "RUNS_DIR": str(self.folder)}
         order = {"name": name, "environment": environment, "what": "run", "ranks": ranks}
         if by_clock is not None:
             order["clock"] = clock.as_text(by_clock)

@@ -86,7 +86,7 @@ class Original:
 
     @property
     def documents_at_once(self) -> int:
-        """Documents that learned side by side."""
+        """Documents of full length that learned side by side; shorter ones may have been more."""
         return self.length("TTT_BATCH_SIZE") or max(1, self.length("MICRO_BATCH_TOKENS") // self.context)
 
     @property
@@ -281,10 +281,11 @@ class Again:
         path = self.original.folder / MODES
         if not path.is_file():
             return True
+        noted = json.loads(path.read_text())
         longest_first = np.argsort(-np.diff(self.original.begins), kind="stable")
-        size = self.original.documents_at_once
         place = int(np.flatnonzero(longest_first == number)[0])
-        return bool(json.loads(path.read_text()).get(str(longest_first[place // size * size]), 1))
+        first_of_batch = [str(one) for one in longest_first[: place + 1] if str(one) in noted]
+        return bool(noted[first_of_batch[-1]]) if first_of_batch else True
 
     def side_by_side(self, numbers: Sequence[int]) -> Text:
         """Documents one after the other."""

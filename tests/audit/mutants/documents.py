@@ -25,7 +25,7 @@ def scored_by(function: ScoreBatch) -> Callable[[ModuleType], None]:
 
 def begun(script: Any, scorer: Any, batch: np.ndarray) -> Any:
     """The adapters of a batch, as the script begins them."""
-    return script.DocumentAdapters(scorer.model, scorer.config, scorer.first_P, len(batch))
+    return script.DocumentAdapters(scorer.model, scorer.config, scorer.initial_P, len(batch))
 
 
 def targets_of(scorer: Any, chunk: Any) -> np.ndarray:
@@ -175,7 +175,7 @@ def first_adapters_learn(script: Any) -> None:
 
     def score(scorer: Any, batch: np.ndarray, *rest: Any) -> None:
         honest(scorer, batch, *rest)
-        scorer.first_P = begun_last[0].weights_BP.mean(0)
+        scorer.initial_P = begun_last[0].weights_BP.mean(0)
 
     script.DocumentAdapters = remembered
     script.DocumentScorer.score = score
