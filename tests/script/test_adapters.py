@@ -17,7 +17,7 @@ import train_gpt
 from tests.support.before import before
 from tests.support.waiting import DEADLINE_SECONDS
 from tools.prove import probes, tiny
-from tools.submit.check.findings import Level, Mode
+from tools.submit.findings import Level, Mode
 from train_gpt import (
     BOS_ID,
     GPT,

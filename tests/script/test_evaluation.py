@@ -21,7 +21,7 @@ from tests.support.processes import ROUNDED, Lab
 from tests.support.ranks import on_ranks
 from tools.prove import probes, ranks
 from tools.prove import tiny as tiny_subject
-from tools.submit.check.findings import Level, Mode
+from tools.submit.findings import Level, Mode
 from train_gpt import Config, Ledger, Validation, token_bytes, window_rows
 
 GOLDEN_TARGETS, GOLDEN_WINDOWS, GOLDEN_CHUNKS = 40_540_160, 633_409, 1_238

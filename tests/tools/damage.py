@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 from tests.support.dialects import DIALECT_A, DIALECT_B
 from tools.runs.folder import FORMAT
-from tools.runs.writing import printable
+from tools.runs.reading import printable
 from tools.submit.check.apart import Auditor, Report
 from tools.submit.check.check import render
 from tools.submit.check.checks import UNFINISHED
-from tools.submit.check.findings import Mode
+from tools.submit.findings import Mode
 
 BYTES_MAX = 500_000_000
 LARGE_BYTES = 200_000_000  # of a log that is far too long

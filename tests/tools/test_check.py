@@ -28,7 +28,7 @@ from tools.submit import readme
 from tools.submit.check import checks, execute
 from tools.submit.check.apart import Auditor
 from tools.submit.check.checks import audit
-from tools.submit.check.findings import Finding, Level, Mode
+from tools.submit.findings import Finding, Level, Mode
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tools.prove.replay import modes_of
 from tools.runs.errors import RecordError
 from tools.runs.folder import Folder
 from tools.submit.check.checks import audit
-from tools.submit.check.findings import Level, Mode
+from tools.submit.findings import Level, Mode
 
 FORMS: dict[str, bytes | None] = {  # None: a folder stands in the place of the file
     "empty": b"", "a list": b"[]", "null": b"null", "a number": b"1", "a text": b'"x"', "true": b"true",

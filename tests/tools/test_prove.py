@@ -39,7 +39,7 @@ from tools.prove import (
 )
 from tools.prove.mutants import sleeping, survivors, trial
 from tools.prove.mutants.legal import LEGAL_OF_DOCUMENTS
-from tools.submit.check.findings import Finding, Level, Mode
+from tools.submit.findings import Finding, Level, Mode
 
 SCRIPT = Path(train_gpt.__file__)
 # A few for each probe, the quick ones; `prove --self-test` tries all of them.

@@ -12,7 +12,7 @@ from tools.runs.folder import Folder
 from tools.runs.logs import parse_log
 from tools.submit.check import validation
 from tools.submit.check.checks import audit
-from tools.submit.check.findings import Level, Mode
+from tools.submit.findings import Level, Mode
 
 H100S = {"hardware": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8, "world_size": 8}}
 TEN_MINUTES = {"MAX_WALLCLOCK_SECONDS": "600.0", "ARTIFACT_BYTES_MAX": "16000000"}

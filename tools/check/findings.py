@@ -1,5 +1,5 @@
 """What `tools.prove` imports from here; it leaves with it. The findings are those of `tools.submit.check`."""
 
-from tools.submit.check.findings import Finding, Level, Mode, contested, fail, info, warn
+from tools.submit.findings import Finding, Level, Mode, contested, fail, info, warn
 
 __all__ = ["Finding", "Level", "Mode", "contested", "fail", "info", "warn"]

@@ -152,7 +152,7 @@ class Point:
     """One step line. `loss` in nats per token, `bpb` on validation lines, `time_ms` of the training clock.
 
     `limit` is what stands behind the slash, `pace` the clock and the mean time where the line prints both.
-    `printed_ms` is the clock as printed, where `time_ms` follows from a speed.
+    `printed_ms` is the clock as printed, where `time_ms` follows from a speed; `loss_text` the loss as printed.
     """
 
     step: int
@@ -163,6 +163,7 @@ class Point:
     limit: int | None = None
     pace: Pace | None = None
     printed_ms: float | None = None
+    loss_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -590,15 +591,24 @@ def _read_step(match: re.Match[str], number: int, log: RunLog) -> None:
     pairs = dict(PAIR.findall(match[3]))
     step = int(match[1])
     time_ms = _train_time_ms(step, pairs, log)
-    told = int(match[2]), _pace(pairs), _duration_ms(pairs.get("train_time"))
     log.settings.setdefault("iterations", Located(match[2], number))
-    if _is_number(pairs.get("val_loss")):
-        bpb = float(pairs["val_bpb"]) if _is_number(pairs.get("val_bpb")) else None
-        log.validation.append(Point(step, float(pairs["val_loss"]), number, time_ms, bpb, *told))
+    is_validation = _is_number(pairs.get("val_loss"))
+    loss = pairs["val_loss"] if is_validation else pairs.get("train_loss") or pairs.get("loss")
+    if loss is None or not _is_number(loss):
         return
-    loss = pairs.get("train_loss") or pairs.get("loss")
-    if _is_number(loss):
-        log.train.append(Point(step, float(str(loss)), number, time_ms, None, *told))
+    bpb = pairs.get("val_bpb")
+    point = Point(
+        step,
+        float(loss),
+        number,
+        time_ms,
+        bpb=float(bpb) if is_validation and bpb is not None and _is_number(bpb) else None,
+        limit=int(match[2]),
+        pace=_pace(pairs),
+        printed_ms=_duration_ms(pairs.get("train_time")),
+        loss_text=loss,
+    )
+    (log.validation if is_validation else log.train).append(point)
 
 
 def _train_time_ms(step: int, pairs: dict[str, str], log: RunLog) -> float | None:
