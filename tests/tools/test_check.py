@@ -27,7 +27,7 @@ from tools.runs.source import UNWRAPPED_BYTES_MAX, read_script
 from tools.submit import readme
 from tools.submit.check import checks, execute
 from tools.submit.check.apart import Auditor
-from tools.submit.check.checks import audit
+from tools.submit.check import audit
 from tools.submit.findings import Finding, Level, Mode
 
 
@@ -55,11 +55,11 @@ def compared(tmp_path: Path) -> Path:
 
 
 def fails(folder: Path, mode: Mode = Mode.AGREED) -> list[Finding]:
-    return [finding for finding in audit(Folder(folder)) if finding.level(mode) is Level.FAIL]
+    return [finding for finding in audit(folder) if finding.level(mode) is Level.FAIL]
 
 
 def levels(folder: Path, mode: Mode = Mode.AGREED) -> set[tuple[str, str]]:
-    return {(f.check, f.level(mode).name) for f in audit(Folder(folder))}
+    return {(f.check, f.level(mode).name) for f in audit(folder)}
 
 
 def edit(folder: Path, name: str, old: str, new: str) -> None:
@@ -157,7 +157,7 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> Non
     (compared.parent / "2026-05-01_Base").rename(elsewhere / "2026-05-01_Base")
     assert fails(compared) == [found]
     shutil.rmtree(elsewhere)  # without it, its scores are only claimed
-    (claim,) = [f for f in audit(Folder(compared)) if "only claimed" in f.text]
+    (claim,) = [f for f in audit(compared) if "only claimed" in f.text]
     assert claim.level(Mode.STRICT) is Level.WARN and fails(compared) == []
 
 
@@ -166,7 +166,7 @@ def test_files_and_authors_are_named(packed: Path) -> None:
         (packed / name).write_text("x")
     with (packed / "README.md").open("a") as file:
         file.write('\n[more](linked.md) <img src="curve.png"> [code](more.py)\n')
-    found = {f.where for f in audit(Folder(packed)) if "was not packed" in f.text}
+    found = {f.where for f in audit(packed) if "was not packed" in f.text}
     assert found == {"extra.bin", "notes.md", "more.py"} and fails(packed, Mode.STRICT) == []
     submission(packed, author="", github_id="", blurb="")
     missing = [f"`{key}` is absent" for key in ("author", "github_id", "blurb")]
@@ -327,7 +327,7 @@ def test_weights_that_the_script_reads_count(name: str, line: str, count: int, t
     (found,) = fails(folder)
     total = f"{15_863_489 + count:,}"
     assert found.check == "A9" and f"+ files it runs or reads {count:,} = {total}" in found.text
-    assert any(f.check == "A10" and f"also reads {name}" in f.text for f in audit(Folder(folder)))
+    assert any(f.check == "A10" and f"also reads {name}" in f.text for f in audit(folder))
 
 
 def test_two_seeds_may_print_one_score_and_a_rerun_beside_them(tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_what_a_submission_says_is_named(
     folder = public_a(tmp_path, **changes)
     file = folder / "submission.json"
     file.write_text(file.read_text().replace('\\"', '"'))
-    found = [(f.check, f.level(Mode.AGREED).name) for f in audit(Folder(folder)) if text in f.text]
+    found = [(f.check, f.level(Mode.AGREED).name) for f in audit(folder) if text in f.text]
     assert found == [("A3", level)]
 
 
@@ -496,10 +496,10 @@ EVIDENCE = [
 def test_missing_evidence_is_not_decided(track: str, tmp_path: Path) -> None:
     folder = public_a(tmp_path)
     folder = folder.parent.rename(tmp_path / track) / folder.name
-    assert not [f.text for f in audit(Folder(folder)) if "not decidable" in f.text]
+    assert not [f.text for f in audit(folder) if "not decidable" in f.text]
     for evidence, check in EVIDENCE:
         (folder / "train.log").write_text(re.sub(evidence, "", PLAIN_A))
-        found = [(f.check, f.level(Mode.STRICT)) for f in audit(Folder(folder)) if "not decidable" in f.text]
+        found = [(f.check, f.level(Mode.STRICT)) for f in audit(folder) if "not decidable" in f.text]
         assert found == [(check, Level.WARN)] * (track != "track_demo"), evidence
 
 
@@ -517,7 +517,7 @@ def test_bytes_per_token_are_a_tokenizers_where_no_tokens_are_counted(named: boo
         if not named:
             text = text.replace("fineweb10B_sp1024", "own")
         folder = public_a(tmp_path, text, val_bpb=score)
-        return [(f.level(Mode.AGREED), f.text) for f in audit(Folder(folder)) if f.check == "C1"]
+        return [(f.level(Mode.AGREED), f.text) for f in audit(folder) if f.check == "C1"]
 
     assert found(1.0) == []
     ((level, said),) = found(1.0413)
@@ -569,14 +569,14 @@ def test_large_files_of_no_known_purpose_are_named_and_what_explains_a_run_is_no
     folder = public_a(tmp_path, script=filled(f"NAMES = {names}\n"))
     for name in names[3:]:
         (folder / name).write_text(PLAIN_A if name == "log.txt" else "x")
-    assert not [f.text for f in audit(Folder(folder)) if f.check == "A10"]
+    assert not [f.text for f in audit(folder) if f.check == "A10"]
     writes = "open('final_model.ptz', 'wb')\n"
     for count, script, text in (
         (15_815_847, writes, "of a model in a log"), (9_999_999, "", "named nowhere")
     ):  # fmt: skip
         folder = public_a(tmp_path, script=filled(script))
         (folder / "final_model.ptz").write_bytes(bytes(count))
-        (found,) = [f for f in audit(Folder(folder)) if f.check in ("A9", "A10")]
+        (found,) = [f for f in audit(folder) if f.check in ("A9", "A10")]
         assert found.level(Mode.STRICT) is Level.WARN and text in found.text
 
 
@@ -660,9 +660,9 @@ def test_a_check_that_ends_in_an_error_is_a_finding(packed: Path, monkeypatch: p
         yield from ()
         raise KeyError("unheard of")
 
-    expected = audit(Folder(packed))
+    expected = audit(packed)
     monkeypatch.setattr(checks, "CHECKS", (broken, *checks.CHECKS))
-    found = audit(Folder(packed))
+    found = audit(packed)
     assert [f.text for f in found[1:]] == [f.text for f in expected]
     assert found[0].level(Mode.CONVENTION) is Level.FAIL and "KeyError: 'unheard of'" in found[0].text
 
@@ -684,7 +684,7 @@ def test_a_log_without_an_end_is_read_in_part(tmp_path: Path) -> None:
     with (folder / "train.log").open("ab") as file:
         file.truncate(200_000_000)
     tracemalloc.start()
-    found = audit(Folder(folder))
+    found = audit(folder)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert any("`train.log` was not read to its end" in f.text for f in found) and peak < 150e6

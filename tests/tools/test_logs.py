@@ -71,15 +71,19 @@ def test_dialect_b() -> None:
 PREFIXES = {
     "torchrun --tee": "[default0]:", "torch": "[rank0]: ", "srun": " 0: ", "srun, a node": "12: ",
     "mpirun": "[1,0]<stdout>:", "a rank": "rank 3: ", "epoch seconds": "1776142360.539 ",
-    "logging": "2026-11-27 10:00:{:02d},123 INFO ", "logging with names": "2026-11-27 10:00:{:02d},123 - root - INFO - ",
+    "logging": "2026-11-27 10:00:{:02d},123 INFO ",
+    "logging with names": "2026-11-27 10:00:{:02d},123 - root - INFO - ",
     "logging in brackets": "[2026-03-23 04:02:{:02d}] INFO: ", "without a format": "INFO:root:",
     "loguru": "2026-11-27 10:00:{:02d}.123 | INFO     | __main__:train:{} - ",
     "hydra": "[2026-11-27 10:00:{:02d},123][__main__][INFO] - ",
     "DeepSpeed": "[2026-11-27 10:00:{:02d},123] [INFO] [logging.py:96:log_dist] [Rank 0] ",
-    "glog": "I1127 10:00:{:02d}.123456 12345 train.py:{}] ", "syslog": "Nov 27 10:00:{:02d} node-3 python[4242]: ",
-    "journal": "2026-11-27T10:00:{:02d}+08:00 ", "Kubernetes": "2026-11-27T10:00:{:02d}.123456789Z stdout F ",
+    "glog": "I1127 10:00:{:02d}.123456 12345 train.py:{}] ",
+    "syslog": "Nov 27 10:00:{:02d} node-3 python[4242]: ",
+    "journal": "2026-11-27T10:00:{:02d}+08:00 ",
+    "Kubernetes": "2026-11-27T10:00:{:02d}.123456789Z stdout F ",
     "a clock": "[05:08:{:02d}] ", "Transformers": "11/27/2026 10:00:{:02d} - INFO - __main__ - ",
-    "Docker": "trainer-1  | ", "a name": "h100_run: ", "two blanks": "  ", "two tools": "[default0]:[05:08:{:02d}] ",
+    "Docker": "trainer-1  | ", "a name": "h100_run: ", "two blanks": "  ",
+    "two tools": "[default0]:[05:08:{:02d}] ",
     "colors": "\x1b[36m[rank0]\x1b[0m: ",
 }  # fmt: skip
 
@@ -89,13 +93,21 @@ PREFIXES = {
 def test_a_log_behind_the_prefix_of_a_tool_says_the_same(prefix: str, dialect: str) -> None:
     lines = dialect.splitlines()
     stamped = [prefix.format(number % 60, number) + line for number, line in enumerate(lines)]
-    # What a launcher writes in between, in its own form.
-    stamped.insert(1, "W1127 10:00:00.000000 1 torch/distributed/run.py:766] Setting OMP_NUM_THREADS")
-    lines.insert(1, "")
-    expected = parse_log("\n".join(lines), Path("x.log"))
+    # What a launcher writes itself, in its own form.
+    stamped.append("W1127 10:00:00.000000 1 torch/distributed/run.py:766] Setting OMP_NUM_THREADS")
+    expected = parse_log("\n".join([*lines, ""]) + "\n", Path("x.log"))
     found = parse_log("\n".join(stamped), Path("x.log"))
-    found.source = expected.source = None  # the launcher's line stands in it
     assert found.finals and found == expected
+
+
+def test_lines_of_other_ranks_do_not_count() -> None:
+    lines = [f"[default{rank}]:{line}" for line in DIALECT_B.splitlines() for rank in (0, 1)]
+    lines.insert(3, "[default7]:node-3:25635:26029 [7] NCCL INFO Connected all rings")
+    log, alone = (parse_log(text, Path("x.log")) for text in ("\n".join(lines), DIALECT_B))
+    assert len(log.train) == len(alone.train) and len(log.finals) == len(alone.finals)
+    assert {name: found.value for name, found in log.settings.items()} == {
+        name: found.value for name, found in alone.settings.items()
+    }
 
 
 def test_a_log_without_a_prefix_keeps_its_beginnings() -> None:

@@ -10,8 +10,8 @@ from tests.support.runs import TEXT_BYTES, TOKENS, make_run, pack
 from tests.tools.conftest import Tool
 from tools.runs.folder import Folder
 from tools.runs.logs import parse_log
-from tools.submit.check import validation
-from tools.submit.check.checks import audit
+from tools.submit import scores
+from tools.submit.check import audit
 from tools.submit.findings import Level, Mode
 
 H100S = {"hardware": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8, "world_size": 8}}
@@ -42,7 +42,7 @@ def scored_run(
 
 
 def findings(folder: Path, level: Level = Level.FAIL) -> list[str]:
-    found = [finding for finding in audit(Folder(folder)) if finding.level(Mode.AGREED) is level]
+    found = [finding for finding in audit(folder) if finding.level(Mode.AGREED) is level]
     return [f"{finding.check} {finding.text}" for finding in found]
 
 
@@ -55,7 +55,7 @@ def as_record(folder: Path) -> Path:
 
 def set_official(monkeypatch: pytest.MonkeyPatch, **sets: dict[str, int | None]) -> None:
     """Put a table of official sets in the place of the script's."""
-    monkeypatch.setattr(validation, "official_table", lambda: (sets, 0))
+    monkeypatch.setattr(scores, "official_table", lambda: (sets, 0))
 
 
 @pytest.fixture

@@ -72,7 +72,8 @@ class Folder:
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise RecordError(
-                f"{path_of(path)} is not a folder: name one of records (track_*/DATE_Name), or runs/<RUN_ID> for diff"
+                f"{path_of(path)} is not a folder: name one of records (track_*/DATE_Name), or runs/<RUN_ID>"
+                " for diff"
             )
         self.path = path
 

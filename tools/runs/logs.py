@@ -87,21 +87,23 @@ DAY = r"(?:[0-9]{4}[-/][0-9]{2}[-/][0-9]{2}|[0-9]{2}/[0-9]{2}/[0-9]{2,4}|[A-Z][a
 HOUR = r"[0-9]{1,2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]{1,9})?(?: ?(?:Z|UTC|[-+][0-9]{2}:?[0-9]{2}))?"
 LEVEL = r"(?:DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL)"
 PREFIX = re.compile(
-    r"\[default[0-9]{1,4}\]:"  # torchrun --tee
-    r"|\[(?:rank)?[0-9]{1,4}\]: ?"
-    r"|\[[0-9]{1,4},[0-9]{1,4}\]<std(?:out|err)>: ?"  # mpirun --tag-output
-    r"|rank ?[0-9]{1,4}: "
-    rf"|\[?{DAY}[T ]{HOUR}\]?(?: [-|])?(?: |$)"
-    rf"|\[?{HOUR}\]?(?: [-|])?(?: |$)"
+    r"\[default([0-9]{1,4})\]:"  # torchrun --tee; a group has the rank
+    r"|\[(?:rank)?([0-9]{1,4})\]: ?"
+    r"|\[[0-9]{1,4},([0-9]{1,4})\]<std(?:out|err)>:"  # mpirun --tag-output
+    r"|rank ?([0-9]{1,4}): "
+    rf"|{DAY} {HOUR} \| {LEVEL} {{0,8}} \| [\w.:<>]{{1,80}} - "  # loguru
+    rf"|\[?{DAY}[T ]{HOUR}\]?(?: -)?(?: |$)"
+    rf"|\[?{HOUR}\]?(?: -)?(?: |$)"
     r"|[0-9]{9,13}\.[0-9]{1,9} "  # seconds since 1970
     rf"|[IWEF][0-9]{{4}} {HOUR} {{1,8}}[0-9]{{1,10}} [\w./-]{{1,80}}:[0-9]{{1,6}}\] "  # glog and absl
-    rf"|{LEVEL}:(?:[\w.]{{1,80}}:)?(?: |(?<=\w:))"  # Python's logging as it is without a format
+    rf"|{LEVEL}:(?:[\w.]{{1,80}}:| )"  # Python's logging as it is without a format
 )
 # What a logger puts behind its time: a level, the name of a logger, a place in a program.
 LOGGER = re.compile(
-    rf"\[?{LEVEL}\]? {{0,8}}(?:[-:|] ?)?"
-    r"|\[(?:Rank )?[\w.:<>]{1,80}\](?: -)? ?"
-    r"|[\w.:<>]{1,80} [-|] "
+    rf"\[?{LEVEL}\]?(?::| -)?(?: |$)"
+    rf"|\[{LEVEL}\](?= ?\[)"
+    r"|\[(?:Rank )?[\w.:<>]{1,80}\](?: -)?(?: |$|(?=\[))"
+    r"|[\w.:<>]{1,80} - "
     r"|[\w.-]{1,80} [\w./-]{1,80}\[[0-9]{1,10}\]: "  # syslog: machine and program
     r"|std(?:out|err) [FP] "  # of a container
 )
@@ -152,7 +154,7 @@ class Point:
     """One step line. `loss` in nats per token, `bpb` on validation lines, `time_ms` of the training clock.
 
     `limit` is what stands behind the slash, `pace` the clock and the mean time where the line prints both.
-    `printed_ms` is the clock as printed, where `time_ms` follows from a speed; `loss_text` the loss as printed.
+    `printed_ms` is the clock as printed, where `time_ms` follows from a speed; `loss_text` the loss.
     """
 
     step: int
@@ -440,7 +442,7 @@ def parse_log(text: str, path: Path) -> RunLog:
 def _parse(stream: Iterable[str], path: Path) -> RunLog:
     log = RunLog(path=path)
     taken = itertools.islice(stream, LINES_MAX + 1)
-    lines = without_prefixes([line.rstrip("\n") for line in taken])
+    lines = without_prefixes([ESCAPES.sub("", line.rstrip("\n")) for line in taken])
     if len(lines) > LINES_MAX:
         lines.pop()
         log.unread = f"it has more lines than the {LINES_MAX:,} that were read"
@@ -459,40 +461,56 @@ def _parse(stream: Iterable[str], path: Path) -> RunLog:
         if pair:
             log.settings[pair[1]] = Located(pair[2].strip(), number)
             continue
-        in_hyperparameters = False
+        in_hyperparameters = in_hyperparameters and not line
         _read_line(line.lstrip(" "), number, log)
     _share_eval_seconds(log)
     return log
 
 
 def without_prefixes(lines: list[str]) -> list[str]:
-    """The lines as the script printed them: without what its launcher or a logger put before each."""
-    lines = [without_known_prefix(line) for line in lines]
+    """The lines as the script printed them: without what its launcher or a logger put before each.
+
+    Where several ranks print, those of the first one that prints a step are kept, and the others left blank.
+    """
+    ranks: list[int | None] = []
+    for index, line in enumerate(lines):
+        rank, begin = _known_prefix(line)
+        lines[index] = line[begin:]
+        ranks.append(rank)
     found: Counter[str] = Counter()  # what stands before a step
-    for line in lines:
+    speaking: int | None = None
+    for line, rank in zip(lines, ranks, strict=True):
         step = ANCHOR.search(line) if len(line) <= LINE_CHARACTERS_MAX else None
         if step is not None:
             found[DIGITS.sub("0", line[: step.start()])] += 1
+            speaking = rank if speaking is None else speaking
+    if speaking is not None:
+        kept = (None, speaking)
+        lines = [line if rank in kept else "" for line, rank in zip(lines, ranks, strict=True)]
     prefix = max(found, key=lambda text: found[text], default="")
-    if not prefix or len(prefix) > PREFIX_CHARACTERS_MAX:
+    if not prefix or found[prefix] < 2 or len(prefix) > PREFIX_CHARACTERS_MAX:
         return lines
     pattern = re.compile("[0-9]{1,20}".join(re.escape(part) for part in prefix.split("0")))
     return [pattern.sub("", line, count=1) if pattern.match(line) else line for line in lines]
 
 
-def without_known_prefix(line: str) -> str:
-    """A line without ranks, times and levels before it. Its own first blanks stay: they may be an indent."""
-    if "\x1b" in line:
-        line = ESCAPES.sub("", line)
+def _known_prefix(line: str) -> tuple[int | None, int]:
+    """The rank that printed a line, if it stands before it, and where the line itself begins.
+
+    Its own first blanks belong to it: they may be an indent.
+    """
+    rank: int | None = None
     begin = 0
     for _ in range(PREFIXES_MAX):
         found = PREFIX.match(line, begin)
+        if found is not None and found.lastindex is not None:
+            rank = int(found[found.lastindex])
         if found is None and begin:
             found = LOGGER.match(line, begin)
         if found is None:
             break
         begin = found.end()
-    return line[begin:] if begin else line
+    return rank, begin
 
 
 def _share_eval_seconds(log: RunLog) -> None:

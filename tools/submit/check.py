@@ -23,7 +23,7 @@ from tools.runs.errors import RecordError
 from tools.runs.folder import Folder
 from tools.runs.reading import one_line, path_of
 from tools.runs.writing import print_json
-from tools.submit import claims, limits, packed, scores, seeds
+from tools.submit import claims, limits, nats, packed, scores, seeds
 from tools.submit.findings import Finding, Level, Mode, fail
 
 EXIT_UNUSABLE = 2
@@ -106,7 +106,7 @@ def audit(path: Path) -> list[Finding]:
     findings: list[Finding] = []
     try:
         with limited_time():
-            rules = (*RULES, *packed.RULES) if folder.ours else RULES
+            rules = (*RULES, *packed.RULES, *nats.RULES) if folder.ours else RULES
             for rule in rules:
                 findings += _findings_of(rule, folder)
     except TimeLimit:

@@ -70,7 +70,10 @@ def check_files(folder: Folder) -> Iterator[Finding]:
             yield fail("A2", f"`{name_of(path)}` is empty", folder.name, "ship the file that ran")
         elif path.name != name:
             yield contested(
-                "A2", f"`{name_of(path)}` stands in for `{name}` (#561)", folder.name, f"rename it to `{name}`"
+                "A2",
+                f"`{name_of(path)}` stands in for `{name}` (#561)",
+                folder.name,
+                f"rename it to `{name}`",
             )
     yield from _check_logs(folder)
 

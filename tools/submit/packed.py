@@ -1,32 +1,24 @@
-"""A2-A6, A9, C2, C3 of folders that `pack` wrote: what it derives is derived again, and scores are summed again."""
+"""A2-A6, A9, C2, C3 of folders that `pack` wrote: all is derived again, and scores are summed again."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
-import numpy as np
-
-from data import shards
-from data.files import DataError, sha256_file
-from data.official import official_table
+from data.files import sha256_file
 from tools.runs.derive import (
     Evidence,
-    audited_bytes,
     compare_with,
     data_facts,
-    is_limited,
     mapping,
     nested,
     proof_facts,
     submission,
-    validation_set,
 )
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
@@ -36,7 +28,6 @@ from tools.runs.folder import (
     FORMATS,
     LOG_NAME,
     MANIFEST,
-    NATS_NAME,
     PER_RUN_SETTINGS,
     PICTURE_SUFFIXES,
     PROOF,
@@ -53,22 +44,18 @@ from tools.runs.folder import (
     read_object,
     source_link,
 )
-from tools.runs.logs import decimals, exact
-from tools.runs.rules import OFFICIAL, bits_per_byte
+from tools.runs.logs import decimals
 from tools.runs.runs import OTHER_CODE, Group, load_group, settings_in, settings_sha256, settings_that_differ
 from tools.runs.source import read_script, same_program
 from tools.submit import readme
 from tools.submit.findings import Finding, fail, warn
 from tools.submit.limits import is_record
-from tools.submit.pack import find
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
 STARTS = PER_RUN_SETTINGS | SETTINGS_OF_A_START  # what no shipped script has for a default
 PACKED_BYTES_MAX = 64 * 2**20  # of one file; no more is hashed
-VALIDATION_SHARDS_BYTES_MAX = 128 * 2**20  # of all; the challenge's text has 124 MB in 1,024 pieces
 LINK = re.compile(r"\]\(([^()\s]{1,200})\)|\bsrc=[\"']([^\"'\s]{1,200})")  # in Markdown, also as HTML
 REMEDY = "restore the packed file, or pack the runs again"
-LOG_REMEDY = "ship the files that the run wrote"
 
 
 def check_files(folder: Folder) -> Iterator[Finding]:
@@ -161,7 +148,7 @@ def _declared_seeds(folder: Folder) -> list[int]:
     return [seed for seed in seeds if isinstance(seed, int)] if isinstance(seeds, list) else []
 
 
-def _evidence(folder: Folder) -> list[Evidence]:
+def evidence_of(folder: Folder) -> list[Evidence]:
     logs = {log.path.name: log for log in folder.logs if log.path.parent == folder.path}
     found = []
     for seed in _declared_seeds(folder):
@@ -174,7 +161,7 @@ def _evidence(folder: Folder) -> list[Evidence]:
 
 def check_summaries(folder: Folder) -> Iterator[Finding]:
     """A4, A5: one log and one summary per seed, and both say the same of it."""
-    found = {evidence.seed: evidence for evidence in _evidence(folder)}
+    found = {evidence.seed: evidence for evidence in evidence_of(folder)}
     for seed in _declared_seeds(folder):
         if seed not in found:
             yield fail("A5", f"seed {seed} is declared, its log or summary is missing", SUBMISSION, REMEDY)
@@ -225,126 +212,9 @@ def _check_losses(evidence: Evidence) -> Iterator[Finding]:
                     )
 
 
-def check_nats(folder: Folder) -> Iterator[Finding]:
-    """A4: the nats of all documents make the loss of the log, and over the bytes of the text its bits per byte."""
-    missing = []
-    documents: dict[int, str] = {}  # their number, and the file that has it
-    for evidence in _evidence(folder):
-        text_bytes = _text_bytes(folder, evidence)
-        known = _official_documents(evidence)
-        for label in mapping(evidence.summary, "losses"):
-            name = f"{NATS_NAME.format(label=label).removesuffix('.bin')}_seed{evidence.seed}.bin"
-            if not folder.has(name):
-                missing.append(name)
-                continue
-            nats = _read_nats(folder.file(name))
-            if isinstance(nats, str):
-                yield fail("A4", f"{name} {nats}", name, LOG_REMEDY)
-                continue
-            documents.setdefault(len(nats), name)
-            if known not in (None, len(nats)):
-                text = f"{name} has {len(nats):,} documents, that validation set has {known:,}"
-                yield fail("C1", text, name, LOG_REMEDY)
-            yield from _check_sum(evidence, label, name, math.fsum(nats), text_bytes)
-    if len(documents) > 1:
-        shown = ", ".join(f"{count:,} documents in {name}" for count, name in sorted(documents.items()))
-        yield fail("C1", f"{shown}: one text has one number", folder.name, LOG_REMEDY)
-    if missing:
-        text = f"no `{missing[0]}`{f' and {len(missing) - 1} more' if missing[1:] else ''}: scores cannot be summed"
-        yield warn("A4", text, folder.name, "pack the run directory with its nats_*.bin")
-
-
-def _read_nats(path: Path) -> np.ndarray | str:
-    """Nats of each document, or why a file holds none."""
-    size = path.stat().st_size
-    if size == 0 or size % 8 or size > PACKED_BYTES_MAX:
-        return f"has {size:,} bytes: expected 8 for each document"
-    nats = np.fromfile(path, "<f8")
-    wrong = ~(np.isfinite(nats) & (nats >= 0))
-    if wrong.any():
-        place = int(wrong.argmax())
-        return f"holds {nats[place]} for document {place}, in all {wrong.sum():,} values that are no nats"
-    return nats
-
-
-def _check_sum(
-    evidence: Evidence, label: str, name: str, total: float, text_bytes: tuple[int, str] | None
-) -> Iterator[Finding]:
-    """The exact line of a score against the sum of its nats."""
-    line = exact([final for final in evidence.log.finals if label in final.label])
-    tokens = line.scored_tokens if line is not None else None
-    if line is None or not tokens:
-        yield fail(
-            "A4", f"no line of the log has the tokens of `{label}`: {name} is of no score", name, LOG_REMEDY
-        )
-        return
-    where = evidence.log.where(line.line)
-    summed = {"val_loss": (total / tokens, line.loss_text, f"{tokens:,} tokens")}
-    if text_bytes is not None:
-        count, source = text_bytes
-        bpb = bits_per_byte(total / tokens, tokens, count)
-        summed["val_bpb"] = bpb, line.bpb_text, f"{count:,} bytes ({source})"
-    for key, (expected, printed, over) in summed.items():
-        if not abs(expected - float(printed)) <= 10.0 ** -decimals(printed):
-            text = f"`{line.label}` {key} is {printed}; {name} sums to {total:,.4f} nats, over {over} {expected:.8f}"
-            yield fail("A4", text, where, LOG_REMEDY)
-
-
-def _official_documents(evidence: Evidence) -> int | None:
-    """Documents of the official set that a run names, if it scored all of it."""
-    said = validation_set(evidence.summary, evidence.log)
-    if not said.startswith(OFFICIAL) or is_limited(evidence.summary):
-        return None
-    sets, _ = official_table()
-    count = sets.get(said.removeprefix(f"{OFFICIAL} (").removesuffix(")"), {}).get("documents")
-    return count if isinstance(count, int) else None
-
-
-def _text_bytes(folder: Folder, evidence: Evidence) -> tuple[int, str] | None:
-    """Bytes of the text that a run scored, and who counted them: its maker, or we, where the data are here."""
-    if folder.has(MANIFEST) and not is_limited(evidence.summary):
-        audited = audited_bytes(folder.file(MANIFEST))
-        if isinstance(audited, int) and audited > 0:
-            return audited, MANIFEST
-    with contextlib.suppress(DataError, OSError, ValueError, MemoryError):
-        counted = _count_bytes(evidence)
-        if counted:
-            return counted, "counted in the data"
-    return None
-
-
-def _count_bytes(evidence: Evidence) -> int | None:
-    """Bytes of the validation text of a run, from shards that are still where it read them."""
-    settings = mapping(evidence.summary, "config")
-    directory, tokenizer = (find(str(settings.get(name) or "-")) for name in ("DATA_PATH", "TOKENIZER_PATH"))
-    texts = sorted(directory.glob("fineweb_val_[0-9]*.bin"))
-    sidecars = sorted(directory.glob("fineweb_val_bytes_[0-9]*.bin"))
-    files = [*texts, *sidecars]
-    if not texts or not all(path.is_file() for path in [*files, tokenizer]):
-        return None
-    if sum(path.stat().st_size for path in files) > VALIDATION_SHARDS_BYTES_MAX:
-        return None
-    targets = nested(evidence.summary, "data", "val_tokens")
-    tokens = np.concatenate([shards.read_shard(path) for path in texts])
-    limit = is_limited(evidence.summary)
-    if (
-        not isinstance(targets, int)
-        or len(tokens) - 1 < targets
-        or (len(tokens) - 1 != targets and not limit)
-    ):
-        return None  # other data than the run's
-    if sidecars:
-        counts = np.concatenate([shards.read_shard(path) for path in sidecars])
-        return int(counts[1 : targets + 1].sum(dtype=np.int64))
-    if sha256_file(tokenizer) != nested(evidence.summary, "data", "hashes", "tokenizer"):
-        return None
-    table = shards.ByteTable.from_sentencepiece(shards.load_tokenizer(tokenizer))
-    return table.total(tokens[: targets + 1])
-
-
 def check_data(folder: Folder) -> Iterator[Finding]:
     """A4: manifest and tokenizer, where the folder holds them, are those that every run names."""
-    for evidence in _evidence(folder):
+    for evidence in evidence_of(folder):
         hashes = mapping(evidence.summary, "data", "hashes")
         settings = mapping(evidence.summary, "config")
         tokenizer = PurePosixPath(str(settings.get("TOKENIZER_PATH", ""))).name
@@ -366,7 +236,7 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
         remedy = "pack the runs again, or audit the folder with the tools of the commit that packed it"
         yield fail("A4", what, SUBMISSION, remedy)
         return
-    evidences = _evidence(folder)
+    evidences = evidence_of(folder)
     if not evidences:
         yield fail("A5", "`seeds` names no seed that has a log and a summary", SUBMISSION, REMEDY)
         return
@@ -425,7 +295,7 @@ def check_proof(folder: Folder) -> Iterator[Finding]:
         if said.get("status") != 0:
             text = f"the proof ended with status {said.get('status')!r}: {said.get('verdict')}"
             yield fail("A4", text, PROOF, remedy)
-        if said.get("sha256") != code:
+        if said is not report and said.get("sha256") != code:  # what `proof_facts` asks of the report itself
             yield fail("A4", f"the proof is of a script with sha256 {said.get('sha256')}", PROOF, remedy)
         if "artifact_sha256" in said and said["artifact_sha256"] not in artifacts:
             yield fail(
@@ -536,7 +406,6 @@ RULES = (
     check_code,
     check_config,
     check_summaries,
-    check_nats,
     check_data,
     check_derived,
     check_proof,
