@@ -150,6 +150,13 @@ def test_lines_that_look_like_others() -> None:
         assert (final.label, final.loss_text, final.bpb_text) == (label, "2.0594", "1.2197")
 
 
+def test_a_log_of_two_runs_has_the_source_of_the_last() -> None:
+    second = DIALECT_A.replace("import torch\n", "import torch as second\n")
+    log = parse_log(DIALECT_A + second, Path("x.log"))
+    assert log.source is not None and log.source.startswith("import torch as second\n")
+    assert len(log.finals) == 4 and log.finals[0] == parse_log(DIALECT_A, Path("x.log")).finals[0]
+
+
 @pytest.mark.parametrize("length", [60_000, 3_900])
 @pytest.mark.parametrize("line", LINES)
 def test_no_line_takes_more_than_linear_time(line: tuple[str, str, str], length: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import TEXT_BYTES, TOKENS, make_run, pack
+from tests.support.runs import DOCUMENTS, TEXT_BYTES, TOKENS, make_run, pack
 from tests.tools.conftest import Tool
 from tools.runs.folder import Folder
 from tools.runs.logs import parse_log
@@ -139,6 +139,8 @@ def test_a_claim_to_the_official_set_has_its_counts(tmp_path: Path, monkeypatch:
         assert found.startswith("C1 official (sp8192): ") and said in found
     set_official(monkeypatch, sp8192={"targets": None, "bytes": TEXT_BYTES})  # a count that is not known
     assert not findings(folder)
+    set_official(monkeypatch, sp8192={"targets": None, "bytes": None, "documents": DOCUMENTS + 1})
+    assert findings(folder)[0] == "C1 nats_roundtrip_seed1.bin has 50 documents, that validation set has 51"
     set_official(monkeypatch)
     assert any("know no validation set of that name" in found for found in findings(folder, Level.WARN))
     # Log and summary say the same.

@@ -524,15 +524,24 @@ def _share_eval_seconds(log: RunLog) -> None:
 
 
 def _skip_source(lines: list[str], log: RunLog) -> int:
-    """Index of the first line after the script's own text, where the log opens with it; keeps that text."""
-    fence = next((i for i, line in enumerate(lines) if line == FENCE), None)
-    if fence is None:
-        return 0
-    first = next((i for i, line in enumerate(lines[:fence]) if _opens_source(line)), None)
-    if first is None or any(STEP_LINE.match(line) for line in lines[first:fence]):
-        return 0  # no source, or one that log lines were written into
-    log.source = "\n".join(lines[first:fence])
-    return fence
+    """Index of the first line after the script's own text, where the log opens with it; keeps that text.
+
+    Of a log of several runs the text of the last one is kept: its scores count.
+    """
+    begin = start = 0
+    for fence, line in enumerate(lines):
+        if line != FENCE:
+            continue
+        part = lines[begin:fence]
+        first = next((i for i, line in enumerate(part) if _opens_source(line)), None)
+        # No source, or one that log lines were written into.
+        if first is not None and not any(STEP_LINE.match(line) for line in part[first:]):
+            log.source = "\n".join(part[first:])
+            start = start or fence
+        elif begin == 0:
+            return 0
+        begin = fence + 1
+    return start
 
 
 def _opens_source(line: str) -> bool:

@@ -39,9 +39,10 @@ WRAPPER_CODE_BYTES_MAX = 4_000  # of a wrapper without its payload
 EXECUTES = re.compile(r"(?<![.\w])(?:exec|eval|compile)\s*\(")
 
 # What a script names: comments and long texts are passed over, short literals are the two groups. A literal
-# ends with its line, and every repetition is bounded, so no text takes more than linear time.
+# ends with its line, and every repetition is bounded, so no text takes more than linear time. A backslash
+# outside of a literal hides a quote behind it.
 LITERAL = re.compile(
-    r"#[^\n]*|\"{3}.*?\"{3}|'{3}.*?'{3}"
+    r"\\.|#[^\n]*|\"{3}.*?\"{3}|'{3}.*?'{3}"
     r"|\"((?:[^\"\\\n]|\\.){0,256})\"|'((?:[^'\\\n]|\\.){0,256})'",
     re.DOTALL,
 )

@@ -110,7 +110,7 @@ def _official_documents(evidence: Evidence) -> int | None:
 
 
 class TextBytes:
-    """Bytes of the text that the runs of a folder scored: as its maker audited them, or counted in the data."""
+    """Bytes of the text that the runs of a folder scored: its maker audited them, or the data have them."""
 
     def __init__(self, folder: Folder) -> None:
         self.audited = audited_bytes(folder.file(MANIFEST)) if folder.has(MANIFEST) else None
