@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from data.files import DataError, escape_unprintable
 from tools import REPO
 from tools.runs.errors import RecordError
-from tools.runs.writing import Terminal, printable
+from tools.runs.reading import printable
+from tools.runs.writing import Terminal
 
 VERBS: dict[str, tuple[str, str]] = {
     "pack": ("tools.submit.pack", "turn finished runs into a records folder"),
-    "check": ("tools.submit.check.check", "audit a records folder, ours or any public one"),
+    "check": ("tools.submit.check", "audit a records folder, ours or any public one"),
     "prove": ("tools.audit.audit", "try to refute a score by experiments on the script"),
     "diff": ("tools.compare.diff", "compare two runs or folders: settings, code, metrics, losses"),
     "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),

@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import train_gpt
 from tools.__main__ import main
 from tools.runs.rules import bits_per_byte
@@ -15,6 +17,7 @@ SOURCE = '"""A stand-in for the training script."""\n\nLEARNING_RATE = 0.02\n' +
 )
 TOKENS, TEXT_BYTES = 40_000, 97_512
 MODEL_BYTES = 300_000
+DOCUMENTS = 50  # of the validation text
 BASE_NATS = {"roundtrip": 2.95, "sliding_window": 2.93, "legal_ttt": 2.92}
 CONFIG = {
     "DATA_PATH": "data/datasets/sample", "ITERATIONS": "400", "MATRIX_LR": "0.02",
@@ -44,6 +47,9 @@ def make_run(
     events = _train_events(seed, gain, slow_step)
     (path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events), encoding="utf-8")
     (path / "log.txt").write_text(_log(settings, losses, events, len(source.encode())), encoding="utf-8")
+    for name, loss in losses.items():
+        shares = np.random.default_rng(seed).dirichlet(np.ones(DOCUMENTS))
+        (shares * loss["nats"] * TOKENS).tofile(path / f"nats_{name}.bin")
     model = bytes([seed % 256]) * MODEL_BYTES
     (path / "model.bin").write_bytes(model)
     summary = {
@@ -78,6 +84,7 @@ def _train_events(seed: int, gain: float, slow_step: int | None) -> list[dict[st
     events: list[dict[str, Any]] = []
     clock = 0.0
     noise = random.Random(seed)
+    validated = {200: 3.0, 400: 2.96}
     for step in range(LOG_EVERY, STEPS + 1, LOG_EVERY):
         stall = 2000.0 if step == slow_step else 0.0
         clock += LOG_EVERY * STEP_MS + stall + noise.uniform(0.0, 10.0)
@@ -89,9 +96,10 @@ def _train_events(seed: int, gain: float, slow_step: int | None) -> list[dict[st
             "tokens": step * 2048,
         }  # fmt: skip
         events.append({**event, "data_wait_max_ms": stall or 0.02})
-    for step, nats in ((200, 3.0), (400, 2.96)):
-        score = {"val_loss": nats, "val_bpb": bits_per_byte(nats, TOKENS, TEXT_BYTES)}
-        events.append({"event": "val", "step": step, **score, "train_time_ms": clock * step / STEPS})
+        if step in validated:
+            nats = validated[step]
+            score = {"val_loss": nats, "val_bpb": bits_per_byte(nats, TOKENS, TEXT_BYTES)}
+            events.append({"event": "val", "step": step, **score, "train_time_ms": clock})
     return events
 
 

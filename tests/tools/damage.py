@@ -1,9 +1,8 @@
 """Damaged records folders for the audit: `python -m tests.tools.damage [--cases 2000] [--seed 0]`.
 
-Every case is a copy of a sound folder with one to three damages, audited as `check` audits it. The program
-fails when the audit ends in an error of its own, or holds more than BYTES_MAX of memory for one folder. The
-auditor itself stops what computes for too long, and names it. `--first N --cases 1` repeats one case and
-prints its report.
+Every case is a copy of a sound folder with one to three damages, audited as `check` audits it, within its
+limits of time and memory. The program fails when the audit ends in an error of its own. `check` stops what
+computes for too long, and names it. `--first N --cases 1` repeats one case and prints its report.
 """
 
 import argparse
@@ -26,13 +25,10 @@ from tqdm import tqdm
 
 from tests.support.dialects import DIALECT_A, DIALECT_B
 from tools.runs.folder import FORMAT
-from tools.runs.writing import printable
-from tools.submit.check.apart import Auditor, Report
-from tools.submit.check.check import render
-from tools.submit.check.checks import UNFINISHED
-from tools.submit.check.findings import Mode
+from tools.runs.reading import printable
+from tools.submit.check import UNFINISHED, audit, limited_memory, render
+from tools.submit.findings import Finding, Mode
 
-BYTES_MAX = 500_000_000
 LARGE_BYTES = 200_000_000  # of a log that is far too long
 DAMAGES_MAX = 3  # of one folder
 READ_BYTES_MAX = 4 * 2**20
@@ -348,48 +344,44 @@ def damaged(base: Path, place: Path, rng: random.Random) -> tuple[Path, list[str
 
 @dataclass
 class Outcome:
-    """What the cases took and where the audit failed; `stopped`: it was ended by its limits."""
+    """The cases, and where the audit failed; `stopped`: it was ended by its limits."""
 
     cases: int = 0
-    peak: tuple[int, int] = (0, -1)
     errors: list[str] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
 
-    def ok(self) -> bool:
-        """No error, and nothing beyond the bar; what the auditor stopped is named apart."""
-        return not self.errors and self.peak[0] <= BYTES_MAX
 
-
-def run_case(auditor: Auditor, bases: list[Path], seed: int, case: int, outcome: Outcome) -> Report | None:
+def run_case(bases: list[Path], seed: int, case: int, outcome: Outcome) -> list[Finding]:
     """Damage and audit one folder, and note what came of it."""
     rng = random.Random(f"{seed}/{case}")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         folder, names = damaged(rng.choice(bases), Path(place), rng)
         outcome.cases += 1
         try:
-            report = auditor.report(folder)
-            printable(render(str(folder), report.findings, Mode.AGREED, quiet=False)).encode("utf-8")
-            json.dumps([finding.as_json(Mode.AGREED) for finding in report.findings])
+            with limited_memory():
+                findings = audit(folder)
+            render(folder, findings, Mode.AGREED, quiet=False).encode("utf-8")
+            json.dumps([finding.as_json(Mode.AGREED) for finding in findings])
         except Exception as error:  # this is what must not happen, whatever it is
             outcome.errors.append(f"case {case} ({', '.join(names)}): {type(error).__name__}: {error}")
-            return None
-    for finding in report.findings:
+            return []
+    for finding in findings:
         if finding.check == UNFINISHED:
-            listed = outcome.stopped if "was stopped" in finding.text else outcome.errors
+            by_limits = "was stopped" in finding.text or "MemoryError" in finding.text
+            listed = outcome.stopped if by_limits else outcome.errors
             listed.append(f"case {case} ({', '.join(names)}): {finding.text}")
-    outcome.peak = max(outcome.peak, (report.peak_bytes, case))
-    return report
+    return findings
 
 
 def run_cases(cases: int, seed: int, first: int = 0) -> Outcome:
     """Audit `cases` damaged folders, from number `first` on; of a single one the report is printed."""
     outcome = Outcome()
-    with tempfile.TemporaryDirectory() as place, Auditor() as auditor:
+    with tempfile.TemporaryDirectory() as place:
         bases = sound_folders(Path(place))
         for case in tqdm(range(first, first + cases), desc="damaged folders", disable=None):
-            report = run_case(auditor, bases, seed, case, outcome)
-            if report is not None and cases == 1:
-                print(printable(render(f"case {case}", report.findings, Mode.AGREED, quiet=False)))
+            findings = run_case(bases, seed, case, outcome)
+            if cases == 1:
+                print(render(Path(f"case {case}"), findings, Mode.AGREED, quiet=False))
     return outcome
 
 
@@ -400,4 +392,4 @@ if __name__ == "__main__":
     args = parser.parse_args()
     found = run_cases(args.cases, args.seed, args.first)
     print(printable(repr(found)))
-    sys.exit(not found.ok())
+    sys.exit(bool(found.errors))

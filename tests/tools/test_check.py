@@ -5,30 +5,33 @@ import json
 import random
 import re
 import shutil
+import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from data import shards
 from data.files import sha256_file
-from tests.support.dialects import DIALECT_A, DIALECT_B
-from tests.support.runs import SOURCE, make_runs, pack
-from tests.support.waiting import is_running, wait_until
+from tests.support import tiny
+from tests.support.dialects import DIALECT_A, DIALECT_B, OURS
+from tests.support.runs import SOURCE, TEXT_BYTES, TOKENS, make_run, make_runs, pack
 from tests.tools import damage
 from tests.tools.conftest import Tool
-from tests.tools.damage import public_folder, shell
+from tests.tools.damage import public_folder
 from tools.__main__ import main
-from tools.runs.derive import compare_with
+from tools.runs.derive import Evidence, compare_with
 from tools.runs.folder import Folder
-from tools.runs.runs import load_group
-from tools.runs.source import UNWRAPPED_BYTES_MAX, read_script
-from tools.submit import readme
-from tools.submit.check import checks, execute
-from tools.submit.check.apart import Auditor
-from tools.submit.check.checks import audit
-from tools.submit.check.findings import Finding, Level, Mode
+from tools.runs.logs import read_log
+from tools.runs.runs import load_group, settings_of, settings_sha256
+from tools.runs.source import read_script
+from tools.submit import check, readme
+from tools.submit import nats as nats_of
+from tools.submit.check import audit
+from tools.submit.findings import Finding, Level, Mode
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +58,11 @@ def compared(tmp_path: Path) -> Path:
 
 
 def fails(folder: Path, mode: Mode = Mode.AGREED) -> list[Finding]:
-    return [finding for finding in audit(Folder(folder)) if finding.level(mode) is Level.FAIL]
+    return [finding for finding in audit(folder) if finding.level(mode) is Level.FAIL]
 
 
 def levels(folder: Path, mode: Mode = Mode.AGREED) -> set[tuple[str, str]]:
-    return {(f.check, f.level(mode).name) for f in audit(Folder(folder))}
+    return {(f.check, f.level(mode).name) for f in audit(folder)}
 
 
 def edit(folder: Path, name: str, old: str, new: str) -> None:
@@ -81,43 +84,7 @@ def test_packed_folders_pass_under_every_reading(packed: Path, compared: Path) -
     assert main(["check", "--strict", str(packed), str(compared)]) == 0
 
 
-# Edits of a packed folder: a file, what it holds, what it holds then; the check and the words that name it.
-LOG = ("train_seed42.log", "legal_ttt_exact val_loss:2.9", "legal_ttt_exact val_loss:2.8")
-CODE_EDIT = ("train_gpt.py", "LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03")
-SEED_CODE = ("summary_seed42.json", '"code": {"sha256": "')
-MIXED = "seed 42 is of mixed code: it began with another script"
-EDITS = [
-    (("submission.json", '"steps": 400', '"steps": 401'), "A4", "`seed_results.42.steps` is 401"),
-    (LOG, "A2", "`train_seed42.log` is not the file that was packed"),
-    (LOG, "C1", "is not val_loss"),
-    (LOG, "A4", "in the summary"),
-    (CODE_EDIT, "A6", "the shipped source is not what seed 42 ran"),
-    (("config.env", "MATRIX_LR=0.02", "MATRIX_LR=0.03"), "A2", "`config.env` is not the file that was"),
-    ((*SEED_CODE, f'"code": {{"sha256": "{"1" * 64} after {"0" * 64}", "was": "'), "A6", MIXED),
-    ((*SEED_CODE, f'"code": {{"former": [{{"sha256": "{"0" * 64}"}}], "sha256": "'), "A6", MIXED),
-]
-
-
-@pytest.mark.parametrize(("change", "check", "text"), EDITS)
-def test_an_edit_is_named(packed: Path, change: tuple[str, str, str], check: str, text: str) -> None:
-    edit(packed, *change)
-    found = fails(packed)
-    assert any(f.check == check and text in f.text for f in found), [f"{f.check} {f.text}" for f in found]
-
-
-def test_seeds_without_a_log_and_logs_of_other_seeds_are_named(packed: Path) -> None:
-    edit(packed, "submission.json", '"42"', '"43"')
-    edit(packed, "submission.json", "    42,", "    43,")
-    told = "\n".join(f"{finding.check} {finding.text}" for finding in fails(packed))
-    assert "A5 seed 43 is declared, its log or summary is missing" in told
-    edit(packed, "submission.json", '"43"', '"42"')
-    edit(packed, "submission.json", "    43,", "    42,")
-    first, second = packed / "train_seed42.log", packed / "train_seed1337.log"
-    second.write_text(first.read_text())
-    first.unlink()
-    told = "\n".join(f"{finding.check} {finding.text}" for finding in fails(packed))
-    assert "A2 `train_seed42.log` was packed and is missing" in told
-    assert "A5 train_seed1337.log stands for seed 1337, but says seed 42" in told
+Mutation = Callable[[Path], None]
 
 
 def hash_again(folder: Path) -> None:
@@ -126,21 +93,223 @@ def hash_again(folder: Path) -> None:
     submission(folder, files={name: sha256_file(folder / name) for name in names})
 
 
-def test_settings_are_those_that_ran(packed: Path) -> None:
-    config = packed / "config.env"
-    pristine = config.read_text()
-    for setting, told in (
-        ("MATRIX_LR=0.5\n", "config.env says MATRIX_LR=0.5, seed 42 ran with 0.02"),
-        ("", "config.env says MATRIX_LR=nothing, seed 42 ran with 0.02"),
-        ("MATRIX_LR=0.02\nXSA_LAST_N=4\n", "XSA_LAST_N=4, seed 42 ran with no such setting"),
-    ):
-        config.write_text(pristine.replace("MATRIX_LR=0.02\n", setting))
-        hash_again(packed)
-        found = fails(packed)
-        assert {f.check for f in found} == {"A4"} and any(told in f.text for f in found), told
-    config.unlink()
-    hash_again(packed)
-    assert ["`config.env` is missing" in f.text for f in fails(packed)] == [True]
+def edited(name: str, old: str, new: str, *, hashed: bool = True) -> Mutation:
+    """Another text in a file; its hash follows, but where that is what is tried."""
+
+    def mutate(folder: Path) -> None:
+        edit(folder, name, old, new)
+        if hashed and name != "submission.json":
+            hash_again(folder)
+
+    return mutate
+
+
+def without(name: str) -> Mutation:
+    def mutate(folder: Path) -> None:
+        (folder / name).unlink()
+        hash_again(folder)
+
+    return mutate
+
+
+def nats(change: Callable[[np.ndarray], np.ndarray]) -> Mutation:
+    """Other nats of the documents in one score."""
+
+    def mutate(folder: Path) -> None:
+        path = folder / "nats_legal_ttt_seed42.bin"
+        change(np.fromfile(path)).tofile(path)
+        hash_again(folder)
+
+    return mutate
+
+
+def summary(section: str, **changes: Any) -> Mutation:
+    def mutate(folder: Path) -> None:
+        path = folder / "summary_seed42.json"
+        value = json.loads(path.read_text())
+        value[section] = {**value.get(section, {}), **changes}
+        path.write_text(json.dumps(value))
+        hash_again(folder)
+
+    return mutate
+
+
+def exchanged(one: str, other: str) -> Mutation:
+    def mutate(folder: Path) -> None:
+        first, second = (folder / one).read_bytes(), (folder / other).read_bytes()
+        (folder / one).write_bytes(second)
+        (folder / other).write_bytes(first)
+        hash_again(folder)
+
+    return mutate
+
+
+def added(name: str, text: str) -> Mutation:
+    def mutate(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return mutate
+
+
+LOG = "train_seed42.log"
+SCORE = (LOG, "legal_ttt_exact val_loss:2.9", "legal_ttt_exact val_loss:2.8")
+CODE_EDIT = ("train_gpt.py", "LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03")
+SEED_CODE = ("summary_seed42.json", '"code": {"sha256": "')
+AFTER = f'"code": {{"sha256": "{"1" * 64} after {"0" * 64}", "was": "'
+FORMER = f'"code": {{"former": [{{"sha256": "{"0" * 64}"}}], "sha256": "'
+MIXED = "seed 42 is of mixed code: it began with another script"
+LOSS = "nats, over 40,000 tokens"
+# What is done to a packed folder; the rule, its level, and words of what it says.
+MUTATIONS: dict[str, tuple[Mutation, str, Level, str]] = {
+    "a file that is not the packed one": (edited(*SCORE, hashed=False), "A2", Level.FAIL,
+                                          "its sha256 differs"),
+    "a file less": (without("config.env"), "A4", Level.FAIL, "`config.env` is missing"),
+    "a file more": (added("extra.bin", "x"), "A2", Level.WARN, "`extra.bin` (1 bytes) was not packed"),
+    "a log of another seed": (exchanged(LOG, "train_seed1337.log"), "A5", Level.FAIL, "but says seed 1337"),
+    "steps of a submission": (edited("submission.json", '"steps": 400', '"steps": 401'),
+                              "A4", Level.FAIL, "`seed_results.42.steps` is 401"),
+    "a loss in the log: arithmetic": (edited(*SCORE), "C1", Level.FAIL, "is not val_loss"),
+    "a loss in the log: summary": (edited(*SCORE), "A4", Level.FAIL, "in the summary"),
+    "a loss in the log: nats": (edited(*SCORE), "A4", Level.FAIL, LOSS),
+    "steps in a summary": (edited("summary_seed42.json", '"steps": 400', '"steps": 401'),
+                           "A4", Level.FAIL, "steps: 400 in the log, 401 in the summary"),
+    "a score that no summary has": (edited(LOG, "legal_ttt_exact", "best_ttt_exact"), "A4", Level.FAIL,
+                                    "`best_ttt_exact` is in the log, and the summary has no such score"),
+    "nats that are smaller": (nats(lambda nats: 0.95 * nats), "A4", Level.FAIL, LOSS),
+    "one document less": (nats(lambda nats: nats[:-1]), "A4", Level.FAIL, LOSS),
+    "two documents in one": (nats(lambda nats: np.append(nats[2:], nats[:2].sum())), "C1", Level.FAIL,
+                             "49 documents in nats_legal_ttt_seed42.bin, 50 documents"),
+    "nats that are none": (nats(lambda nats: np.append(nats[1:], np.nan)), "A4", Level.FAIL,
+                           "nan nats for document 49"),
+    "nats without end": (nats(lambda nats: np.append(nats[1:], np.inf)), "A4", Level.FAIL,
+                         "inf nats for document 49"),
+    "nats below zero": (nats(lambda nats: np.append(nats[1:] + nats[0], -nats[0])), "A4", Level.FAIL,
+                        "nats for document 49"),
+    "half a number": (nats(lambda nats: nats.view(np.uint8)[:-3]), "A4", Level.FAIL, "expected 8 for each"),
+    "nats of another score": (exchanged("nats_legal_ttt_seed42.bin", "nats_roundtrip_seed42.bin"),
+                              "A4", Level.FAIL, LOSS),
+    "no nats": (without("nats_legal_ttt_seed42.bin"), "A4", Level.WARN, "its score cannot be summed again"),
+    "tokens that were not scored": (edited(LOG, "tokens:40000 bytes", "tokens:40001 bytes"), "C1", Level.FAIL,
+                                    "has 40,000 scored tokens, the loader read 40001"),
+    "other code": (edited(*CODE_EDIT), "A6", Level.FAIL, "the shipped source is not what seed 42 ran"),
+    "mixed code": (edited(*SEED_CODE, AFTER), "A6", Level.FAIL, MIXED),
+    "mixed code before 0.5.4": (edited(*SEED_CODE, FORMER), "A6", Level.FAIL, MIXED),
+    "another setting": (edited("config.env", "MATRIX_LR=0.02", "MATRIX_LR=0.5"), "A4", Level.FAIL,
+                        "config.env says MATRIX_LR=0.5, seed 42 ran with 0.02"),
+    "a setting less": (edited("config.env", "MATRIX_LR=0.02\n", ""), "A4", Level.FAIL,
+                       "config.env says MATRIX_LR=nothing, seed 42 ran with 0.02"),
+    "a setting more": (edited("config.env", "MATRIX_LR=0.02", "MATRIX_LR=0.02\nXSA_LAST_N=4"),
+                       "A4", Level.FAIL, "XSA_LAST_N=4, seed 42 ran with no such setting"),
+    "a limit that a run broke": (summary("limits", train_seconds={"value": 61.0, "limit": 60.0, "ok": False}),
+                                 "C2", Level.WARN, "seed 42 broke its own limit: train_seconds 61.0 > 60.0"),
+    "a page": (edited("README.md", "| 400 |", "| 399 |"), "A4", Level.FAIL, "README.md says `"),
+    "another index": (edited("requirements.txt", "numpy", "--index-url https://example.org/simple\nnumpy"),
+                      "A2", Level.WARN, "`--index-url https://example.org/simple`: pip would read"),
+    "a package from an address": (edited("requirements.txt", "numpy", "a @ git+https://example.org/a\nnumpy"),
+                                  "A2", Level.WARN, "`a @ git+https://example.org/a`: pip would read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_of_a_packed_folder_is_named(name: str, packed: Path) -> None:
+    mutate, rule, level, words = MUTATIONS[name]
+    assert not [f.text for f in audit(packed) if words in f.text]
+    mutate(packed)
+    found = audit(packed)
+    told = [(f.check, f.level(Mode.AGREED)) for f in found if words in f.text]
+    assert (rule, level) in told, [f"{f.check} {f.text}" for f in found]
+
+
+@pytest.mark.parametrize("share", [0.99, 0.997])
+def test_typed_scores_fail_wherever_they_were_typed(share: float, tmp_path: Path) -> None:
+    """Somebody lowers the scores in log and summary before packing: all derived figures then agree."""
+    runs = make_runs(tmp_path / "runs", 1, 2, 3)
+
+    def lower(match: re.Match[str]) -> str:
+        return f"{match[1]}{float(match[2]) * share:.{len(match[2].partition('.')[2])}f}"
+
+    for run in runs:
+        log = run / "log.txt"
+        log.write_text(re.sub(r"(val_(?:loss|bpb):)([\d.]+)", lower, log.read_text()))
+        value = json.loads((run / "summary.json").read_text())
+        for loss in value["losses"].values():
+            loss["nats"] *= share
+            loss["bits_per_byte"] *= share
+        (run / "summary.json").write_text(json.dumps(value))
+    found = fails(pack(tmp_path / "records", runs))
+    assert {f.check for f in found} == {"A4"}
+    assert sum(LOSS in f.text for f in found) == 9  # three scores of three seeds
+
+
+@pytest.mark.parametrize(("more", "level"), [(0, None), (7, Level.FAIL)])
+def test_bytes_are_those_of_the_data_where_they_are_here(
+    more: int, level: Level | None, tmp_path: Path
+) -> None:
+    counts = np.zeros(TOKENS + 1, np.uint16)
+    counts[1 : TEXT_BYTES // 4 + 1] = 4
+    counts[TOKENS] = more
+    for kind, values in (("", np.ones_like(counts)), ("bytes_", counts)):
+        shards.write_shard(tmp_path / f"fineweb_val_{kind}000000.bin", values)
+    (tmp_path / "t.model").write_bytes(b"x")
+    places = {"DATA_PATH": str(tmp_path), "TOKENIZER_PATH": str(tmp_path / "t.model")}
+    data = {"data": {"val_tokens": TOKENS, "val_bytes": TEXT_BYTES}}
+    run = make_run(tmp_path / "run", 1, config=places, summary_changes=data)
+    found = audit(pack(tmp_path / "records", [run]))
+    told = {f.level(Mode.AGREED) for f in found if "97,519 bytes (counted in the data)" in f.text}
+    assert told == ({level} if level is not None else set())
+
+
+def test_the_bytes_of_data_are_counted_as_the_data_tools_count_them(dataset: Path) -> None:
+    tokenizer = dataset / "tokenizer.model"
+    tokens = tiny.joined(dataset, "val")
+    text = shards.load_tokenizer(tokenizer).decode([part.tolist() for part in np.split(tokens, np.flatnonzero(
+        tokens == shards.BOS_ID))])  # fmt: skip
+    facts = {"val_tokens": len(tokens) - 1, "hashes": {"tokenizer": sha256_file(tokenizer)}}
+    config = {"DATA_PATH": str(dataset), "TOKENIZER_PATH": str(tokenizer)}
+    evidence = Evidence(1, read_log(tokenizer), {"config": config, "data": facts})
+    assert nats_of.count_bytes(evidence) == len("".join(text).encode())
+    for more, limit in ((-2, "0"), (0, "0"), (0, "99")):  # other data than the run's
+        facts["val_tokens"], config["VAL_TOKENS_LIMIT"] = len(tokens) + more, limit
+        assert nats_of.count_bytes(evidence) is None
+
+
+def report_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """What `prove --json` prints of a script with these settings."""
+    settings = settings_sha256(settings_of(folder / "config.env"))
+    proven = {"status": 0, "verdict": "proven", "sha256": sha256_file(folder / "train_gpt.py")}
+    return {**proven, "settings_sha256": settings, "passed": [{"law": "sums", "text": "x"}], **changes}
+
+
+PROOFS: list[tuple[dict[str, Any], Level | None, str]] = [
+    ({}, None, ""),
+    ({"status": 1, "verdict": "refuted: x"}, Level.FAIL, "the proof ended with status 1: refuted: x"),
+    ({"status": None}, Level.FAIL, "the proof ended with status None"),
+    ({"findings": [{"check": "B2", "level": "FAIL", "text": "x"}]}, Level.FAIL, "the proof has a FAIL: B2 x"),
+    ({"settings_sha256": "0" * 64}, Level.FAIL, "the proof had other settings than config.env"),
+    ({"settings_sha256": ...}, Level.WARN, "the proof does not say which settings it had"),
+    ({"replays": [{"status": 2, "verdict": "not checked"}]}, Level.FAIL, "ended with status 2: not checked"),
+    ({"replays": [{"status": 0, "sha256": "0" * 64}]}, Level.FAIL, "is of a script with sha256 000"),
+    ({"replays": [{"status": 0, "artifact_sha256": "0"}]}, Level.FAIL, "a replay is of an artifact 0, of no"),
+    ({"replays": ["x", None]}, Level.FAIL, "the proof ended with status None"),
+]
+
+
+@pytest.mark.parametrize(("changes", "level", "words"), PROOFS)
+def test_a_proof_counts_only_for_what_it_proved(
+    changes: dict[str, Any], level: Level | None, words: str, packed: Path
+) -> None:
+    report = {key: value for key, value in report_of(packed, **changes).items() if value is not ...}
+    (packed / "proof.json").write_text(json.dumps(report))
+    told = {f.level(Mode.AGREED) for f in audit(packed) if f.where == "proof.json" and words in f.text}
+    told -= {Level.WARN} if level is None else set()  # it was not packed
+    assert told == ({level} if level is not None else set())
+
+
+def test_seeds_without_a_log_are_named(packed: Path) -> None:
+    edit(packed, "submission.json", '"42"', '"43"')
+    edit(packed, "submission.json", "    42,", "    43,")
+    told = "\n".join(f"{finding.check} {finding.text}" for finding in fails(packed))
+    assert "A5 seed 43 is declared, its log or summary is missing" in told
 
 
 def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> None:
@@ -150,14 +319,14 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> Non
     value = submission(compared, comparison=compare_with(name, value["seed_results"], bpbs, losses))
     page = readme.render(value, Folder(compared).summaries, READABLE, baked=False)
     (compared / "README.md").write_text(page)
-    (found,) = fails(compared)
-    assert found.check == "A4" and "`comparison.baseline_val_bpb` is" in found.text
+    found = fails(compared)
+    assert {f.check for f in found} == {"A4"} and "`comparison.baseline_val_bpb` is" in found[0].text
     elsewhere = compared.parents[1] / "track_other"
     elsewhere.mkdir()  # a baseline of another track is found as well
     (compared.parent / "2026-05-01_Base").rename(elsewhere / "2026-05-01_Base")
-    assert fails(compared) == [found]
+    assert fails(compared) == found
     shutil.rmtree(elsewhere)  # without it, its scores are only claimed
-    (claim,) = [f for f in audit(Folder(compared)) if "only claimed" in f.text]
+    (claim,) = [f for f in audit(compared) if "only claimed" in f.text]
     assert claim.level(Mode.STRICT) is Level.WARN and fails(compared) == []
 
 
@@ -166,7 +335,7 @@ def test_files_and_authors_are_named(packed: Path) -> None:
         (packed / name).write_text("x")
     with (packed / "README.md").open("a") as file:
         file.write('\n[more](linked.md) <img src="curve.png"> [code](more.py)\n')
-    found = {f.where for f in audit(Folder(packed)) if "was not packed" in f.text}
+    found = {f.where for f in audit(packed) if "was not packed" in f.text}
     assert found == {"extra.bin", "notes.md", "more.py"} and fails(packed, Mode.STRICT) == []
     submission(packed, author="", github_id="", blurb="")
     missing = [f"`{key}` is absent" for key in ("author", "github_id", "blurb")]
@@ -268,10 +437,10 @@ def test_contested_points_follow_the_reading(tmp_path: Path) -> None:
     script = SOURCE + "#" * (157_868 - len(SOURCE))
     scores = {"val_bpb": 1.05989454, "val_loss": 2.31944212}
     folder = public_folder(tmp_path, {"train_seed42.log": DIALECT_B}, script, **scores)
-    for check in ("A9", "C2"):  # over the cap as shipped; Hessians after the clock
-        assert (check, "WARN") in levels(folder)
-        assert (check, "FAIL") in levels(folder, Mode.STRICT)
-        assert (check, "INFO") in levels(folder, Mode.CONVENTION)
+    for rule in ("A9", "C2"):  # over the cap as shipped; Hessians after the clock
+        assert (rule, "WARN") in levels(folder)
+        assert (rule, "FAIL") in levels(folder, Mode.STRICT)
+        assert (rule, "INFO") in levels(folder, Mode.CONVENTION)
     assert fails(folder) == []
 
 
@@ -283,32 +452,19 @@ def test_unreadable_contents_are_findings_not_crashes(tmp_path: Path) -> None:
     assert main(["check", str(folder)]) == 2
 
 
-@pytest.fixture
-def network_is_cut() -> None:
-    if not execute.network_can_be_cut():
-        pytest.skip("this machine cannot start a process without network")
-
-
-def test_audited_code_runs_only_when_asked(tmp_path: Path, network_is_cut: None) -> None:
-    marker = tmp_path / "executed"
-    folder = public_a(tmp_path, script=f"open({str(marker)!r}, 'w')\n")
-    main(["check", str(folder)])
-    assert not marker.exists()
-    main(["check", "--run", str(folder)])
-    assert marker.exists()
-
-
-def test_code_that_is_run_has_no_network_no_disk_and_no_stay(tmp_path: Path, network_is_cut: None) -> None:
-    number = tmp_path / "number"
-    popen = "subprocess.Popen(['sleep', '987'])"
-    for script, told in (
-        ("import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=5)\n", "unreachable"),
-        ("import sys\nwhile True: sys.stderr.write('x' * 2**20 + '\\n')\n", "does not start"),
-        (f"import subprocess\nopen({str(number)!r}, 'w').write(str({popen}.pid))\n", "starts from"),
-    ):
-        found = execute.check_starts(Folder(public_a(tmp_path, script=script)))
-        assert found and all(told in finding.text for finding in found)
-    wait_until(lambda: not is_running(number.read_text()))
+def test_a_file_that_gives_nothing_is_named_with_its_first_line(tmp_path: Path, tool: Tool) -> None:
+    folder = public_a(tmp_path, "Epoch 1: 5.1\nEpoch 2: 4.9\n")
+    told = "train.log: 2 lines, none is a step or a score; the first: 'Epoch 1: 5.1'"
+    (found,) = [f for f in fails(folder) if f.check == "A2"]
+    assert found.text == told
+    for verb, *paths in (("diff", folder / "train.log", folder), ("diff", folder, folder), ("plot", folder)):
+        assert told in tool(verb, *paths, status=2), verb
+    (folder / "train.log").rename(folder / "train.log.gz")
+    (found,) = [f for f in fails(folder) if f.check == "A2"]
+    assert found.text == "it holds no log: no file ends in .log or .txt"
+    assert "`train.log.gz` is packed and was not read" in [f.text for f in audit(folder)]
+    (folder / "TRAIN_SEED1337.LOG").write_text(PLAIN_A)
+    assert fails(folder) == []
 
 
 WEIGHTS = ["prior.pt", "more/prior.npz", "prior.bin", "prior.safetensors", "prior.model"]
@@ -327,7 +483,7 @@ def test_weights_that_the_script_reads_count(name: str, line: str, count: int, t
     (found,) = fails(folder)
     total = f"{15_863_489 + count:,}"
     assert found.check == "A9" and f"+ files it runs or reads {count:,} = {total}" in found.text
-    assert any(f.check == "A10" and f"also reads {name}" in f.text for f in audit(Folder(folder)))
+    assert any(f.check == "A10" and f"also reads {name}" in f.text for f in audit(folder))
 
 
 def test_two_seeds_may_print_one_score_and_a_rerun_beside_them(tmp_path: Path) -> None:
@@ -339,33 +495,6 @@ def test_two_seeds_may_print_one_score_and_a_rerun_beside_them(tmp_path: Path) -
     logs["train_seed42_rerun.log"] = again
     results = {str(seed): {"val_bpb": A_SCORE["val_bpb"]} for seed in (1, 42)}
     assert fails(public_folder(tmp_path, logs, CODE, **A_SCORE, seed_results=results)) == []
-
-
-ON_VALIDATION = [
-    "train_files = os.path.join(data_path, 'fineweb_val_*.bin')",
-    "class A:\n    train_files: str = f'{path}/fineweb_val_*.bin'",
-    "args.train_files = sorted(folder.glob('fineweb_*.bin'))",
-    "val, train = 'fineweb_val_*.bin', 'fineweb_[tv]*.bin'",
-    "loader = Loader(train_files='fineweb_val_000000.bin', val_files='fineweb_val_*.bin')",
-    "files = {'train': 'fineweb_val_*.bin', 'val': 'fineweb_val_*.bin'}",
-    "for train_shard in glob('fineweb_val_*.bin'): pass",
-    "train_loader = Loader(args.val_files, rank, device)",
-    "def load(path, train_files='fineweb_val_*.bin', *, val='fineweb_val_*.bin'): pass",
-]
-
-
-@pytest.mark.parametrize("line", ON_VALIDATION)
-def test_training_on_validation_files_is_named(line: str, tmp_path: Path) -> None:
-    head, _, tail = line.partition("train")
-    for pattern in ("fineweb_val_", "fineweb_*", "fineweb_[tv]*"):
-        tail = tail.replace(pattern, "fineweb_train_*", 1)
-    as_it_should_be = head + "train" + tail.replace("args.val_files", "args.train_files")
-    found, no_more = (
-        [f for f in fails(public_a(tmp_path, script=f"{one}\n{SOURCE}")) if f.check == "C6"]
-        for one in (line, as_it_should_be)
-    )
-    assert len(found) == 1 and no_more == []
-    assert "training on validation text" in found[0].text and "train_gpt.py:" in found[0].where
 
 
 @pytest.mark.parametrize(
@@ -380,35 +509,72 @@ def test_a_log_that_trains_on_validation_files_is_named(line: str, tmp_path: Pat
     assert ("C6", "FAIL") in levels(public_a(tmp_path, block))
 
 
-# A script, and what is found in it.
-SCRIPTS = {
-    "x = (\nA,B=1,2;train_files=join(A,'fineweb_val_*.bin');val_files='fineweb_val_*.bin'": (
-        "C6", "FAIL", "training on validation text"),
-    "train_data = load('fineweb_train_*.bin', 'fineweb_val_*.bin')": ("C6", "WARN", "training on validation"),
-    "exec(open('/opt/model.py').read())": ("A10", "FAIL", ""),
-    "import runpy; runpy.run_path('../../shared/model.py')": ("A10", "FAIL", ""),
-    "import ctypes; ctypes.CDLL('/opt/fast.so')": ("A10", "FAIL", ""),
-    "import sys; sys.path.insert(0, '../shared')": ("A10", "WARN", ""),
-    "exec(open(name + kind).read())": ("A10", "WARN", ""),
-    "import numpy as np; np.load('/data/prior.npy')": ("A10", "WARN", "names `/data/prior.npy`"),
-    "import torch; torch.hub.load('a/b', 'c')": ("A11", "WARN", "`torch.hub` loads from the network"),
-    "import importlib as i; i.import_module('url' + 'lib')": ("A11", "WARN", "imports urllib"),
-    "import importlib as i; i.import_module(name)": ("A11", "WARN", "`import_module(name)` loads what no"),
-    "import transformers": ("A11", "WARN", "imports transformers"),
-    "import ctypes; ctypes.CDLL(None).socket(2, 1, 0)": ("A11", "WARN", "`CDLL(None)` loads what no"),
-    "print('another program')": ("A6", "WARN", "but the script has no word `final`: what wrote it?"),
-    shell("import requests\n" + SOURCE, 4): ("A11", "WARN", "imports requests"),
-    shell(" " * (UNWRAPPED_BYTES_MAX + 1), 1): ("A7", "WARN", "packed code was not unwrapped"),
-}  # fmt: skip
+def test_a_score_that_the_script_cannot_have_printed_is_named(tmp_path: Path) -> None:
+    found = audit(public_a(tmp_path, script=filled("print('another program')\n")))
+    words = "but the script has no word `final`"
+    assert [f.level(Mode.AGREED) for f in found if words in f.text] == [Level.WARN]
 
 
-def test_what_a_script_does_is_named(tmp_path: Path) -> None:
-    for script, (check, level, text) in SCRIPTS.items():
-        found = audit(Folder(public_a(tmp_path, script=script + "\n")))
-        told = [f.level(Mode.AGREED).name for f in found if f.check == check and text in f.text]
-        assert level in told, script
-    script = "x = (\nA,B=1,2;train_files=join(A,'fineweb_train_*.bin');val_files='fineweb_val_*.bin'\n"
-    assert not any(check == "C6" for check, _ in levels(public_a(tmp_path, script=script)))
+def test_logs_of_seeds_contradict_each_other(tmp_path: Path) -> None:
+    """What the text or the seed decides: lengths of documents, counts, bytes per token, first losses."""
+    batch = "ttp: b{0}/782 bl:2.1 bb:1.0 rl:2.1 rb:1.0 dl:{1}-{2} gd:0\n"
+    batches = "".join(batch.format(number, 9000 - number, 9100 - number) for number in range(5))
+    step_line = "{0}/20000 train_loss: {1:.4f} train_time: 0.0m\n"
+    losses = "".join(step_line.format(step, 9 - step * 0.1) for step in range(2, 5))
+    first = DIALECT_B.replace("4900/20000", losses + "4900/20000") + batches
+    second = first.replace("seed: 42", "seed: 7")
+    for step in range(1, 5):  # an honest other seed
+        second = re.sub(rf"(?m)^({step}/20000 train_loss: \d\.)\d\d", r"\g<1>77", second)
+    honest = second.replace("2.31944212 val_bpb:1.05989454", "2.32000000 val_bpb:1.06014948")
+
+    def told(text: str) -> set[str]:
+        logs = {"train_seed42.log": first, "train_seed7.log": text}
+        found = audit(public_folder(tmp_path, logs, SOURCE, val_bpb=1.06))
+        return {f"{f.check} {f.level(Mode.AGREED).name} {f.text}" for f in found}
+
+    before = told(honest)
+    for old, new, words in (
+        ("dl:8997-9097", "dl:8998-9097", "C1 FAIL the documents of 1 of 5 common batches have other lengths"),
+        ("val_bpb:1.06014948", "val_bpb:1.06054948", "C1 FAIL val_loss / val_bpb of `quantized_ttt_phased`"),
+    ):
+        assert old in honest
+        new_found = told(honest.replace(old, new)) - before
+        assert any(text.startswith(words) for text in new_found), new_found
+    equal = told(first.replace("seed: 42", "seed: 7"))
+    words = "A5 FAIL the first 3 training losses of train_seed42.log (seed 42) and train_seed7.log (seed 7)"
+    assert any(text.startswith(words) for text in equal)
+    assert not any(text.startswith(words) for text in before)
+
+
+def test_counts_of_our_logs_are_equal_between_seeds(tmp_path: Path) -> None:
+    first = OURS.replace("val_bytes:151080891", "val_bytes:151080891 learned_tokens:50")
+    for old, new, what in (
+        ("learned_tokens:50", "learned_tokens:49", "learned_tokens of `final_int6_roundtrip_exact`: 50 and"),
+        ("scored_tokens:62021632", "scored_tokens:62021631", "scored_tokens of `final_int6_roundtrip_exact`"),
+    ):
+        second = first.replace("1337", "7").replace(old, new)
+        logs = {"train_seed1337.log": first, "train_seed7.log": second}
+        found = [f for f in fails(public_folder(tmp_path, logs, SOURCE, val_bpb=2.8)) if what in f.text]
+        assert [f.check for f in found] == ["C1"], what
+
+
+STOPPED = (
+    "warning: legal_ttt continues without learning: {used}s of 600.0s are used, the rest needs {needed}s\n"
+)
+
+
+@pytest.mark.parametrize(("used", "needed", "took", "words"), [
+    ("480.0", "130.0", 560_000, None), ("480.0", "130.0", 500_000, "100.0 s of 600.0 s were left"),
+    ("100.0", "130.0", 590_000, "with what the rest needed that makes 230.0 s of 600.0 s"),
+])  # fmt: skip
+def test_learning_that_stopped_while_time_was_left(
+    used: str, needed: str, took: int, words: str | None, tmp_path: Path
+) -> None:
+    scored = f"legal_ttt val_loss:2.0390 val_bpb:1.2076 eval_time:{took}ms\n"
+    log = PLAIN_A + STOPPED.format(used=used, needed=needed) + scored
+    found = [f for f in audit(public_a(tmp_path, log)) if "stopped learning" in f.text]
+    assert [(f.check, f.level(Mode.STRICT)) for f in found] == ([("C3", Level.WARN)] if words else [])
+    assert all(words in f.text for f in found if words)
 
 
 DOUBLE_COUNTED = f"{1.21972502 * 151_080_891 / 176_332_748:.8f}"
@@ -437,6 +603,8 @@ LOGS = [
      "C9", "WARN", "is better than `DIAGNOSTIC post_ema`"),
     ({STEP: f"{STEP}\nstep:2/20000 train_loss:6.9 train_time:70ms step_avg:35.00ms"},
      "C2", "WARN", "runs backwards"),
+    ({STEP: "\n".join(f"step:{n}/20000 train_loss:6.9 train_time:{n % 2 * 100}ms" for n in range(1, 6))},
+     "C2", "FAIL", "expected one that goes on, and it does so 2 times"),
     ({STEP: "step:13000/20000 train_loss:2.1 train_time:600000ms step_avg:46.15ms"},
      "C2", "WARN", "780 steps after"),
     ({"seed:1337": "seed:1337\nmodel_params:350000000"}, "C9", "WARN", "are 0.36 bits each"),
@@ -459,7 +627,7 @@ def test_faults_of_a_log(changes: dict[str, str], check: str, level: str, text: 
     for old, new in changes.items():
         assert old in log
         log = log.replace(old, new)
-    found = [finding for finding in audit(Folder(public_a(tmp_path, log))) if text in finding.text]
+    found = [finding for finding in audit(public_a(tmp_path, log)) if text in finding.text]
     assert [(finding.check, finding.level(Mode.AGREED).name) for finding in found] == [(check, level)]
 
 
@@ -479,7 +647,7 @@ def test_what_a_submission_says_is_named(
     folder = public_a(tmp_path, **changes)
     file = folder / "submission.json"
     file.write_text(file.read_text().replace('\\"', '"'))
-    found = [(f.check, f.level(Mode.AGREED).name) for f in audit(Folder(folder)) if text in f.text]
+    found = [(f.check, f.level(Mode.AGREED).name) for f in audit(folder) if text in f.text]
     assert found == [("A3", level)]
 
 
@@ -496,11 +664,11 @@ EVIDENCE = [
 def test_missing_evidence_is_not_decided(track: str, tmp_path: Path) -> None:
     folder = public_a(tmp_path)
     folder = folder.parent.rename(tmp_path / track) / folder.name
-    assert not [f.text for f in audit(Folder(folder)) if "not decidable" in f.text]
-    for evidence, check in EVIDENCE:
+    assert not [f.text for f in audit(folder) if "not decidable" in f.text]
+    for evidence, rule in EVIDENCE:
         (folder / "train.log").write_text(re.sub(evidence, "", PLAIN_A))
-        found = [(f.check, f.level(Mode.STRICT)) for f in audit(Folder(folder)) if "not decidable" in f.text]
-        assert found == [(check, Level.WARN)] * (track != "track_demo"), evidence
+        found = [(f.check, f.level(Mode.STRICT)) for f in audit(folder) if "not decidable" in f.text]
+        assert found == [(rule, Level.WARN)] * (track != "track_demo"), evidence
 
 
 def byte_count_off(factor: float) -> tuple[str, float]:
@@ -517,7 +685,7 @@ def test_bytes_per_token_are_a_tokenizers_where_no_tokens_are_counted(named: boo
         if not named:
             text = text.replace("fineweb10B_sp1024", "own")
         folder = public_a(tmp_path, text, val_bpb=score)
-        return [(f.level(Mode.AGREED), f.text) for f in audit(Folder(folder)) if f.check == "C1"]
+        return [(f.level(Mode.AGREED), f.text) for f in audit(folder) if f.check == "C1"]
 
     assert found(1.0) == []
     ((level, said),) = found(1.0413)
@@ -569,14 +737,14 @@ def test_large_files_of_no_known_purpose_are_named_and_what_explains_a_run_is_no
     folder = public_a(tmp_path, script=filled(f"NAMES = {names}\n"))
     for name in names[3:]:
         (folder / name).write_text(PLAIN_A if name == "log.txt" else "x")
-    assert not [f.text for f in audit(Folder(folder)) if f.check == "A10"]
+    assert not [f.text for f in audit(folder) if f.check == "A10"]
     writes = "open('final_model.ptz', 'wb')\n"
     for count, script, text in (
         (15_815_847, writes, "of a model in a log"), (9_999_999, "", "named nowhere")
     ):  # fmt: skip
         folder = public_a(tmp_path, script=filled(script))
         (folder / "final_model.ptz").write_bytes(bytes(count))
-        (found,) = [f for f in audit(Folder(folder)) if f.check in ("A9", "A10")]
+        (found,) = [f for f in audit(folder) if f.check in ("A9", "A10")]
         assert found.level(Mode.STRICT) is Level.WARN and text in found.text
 
 
@@ -618,13 +786,15 @@ def test_one_run_under_two_seeds(moved: float, tmp_path: Path) -> None:
     }
     for what, second in copied.items():
         logs = of_a_seed(1, losses, clock) | of_a_seed(2, *second)
-        (found,) = [f for f in fails(public_folder(tmp_path, logs, CODE, **A_SCORE)) if f.check == "A5"]
-        assert f"the {what} of train_seed2.log" in found.text
+        found = [f for f in fails(public_folder(tmp_path, logs, CODE, **A_SCORE)) if f.check == "A5"]
+        assert f"the {what} of train_seed2.log" in found[-1].text
+        first_losses = what == "training losses" and not moved  # equal, not only moved by a constant
+        assert len(found) == 1 + first_losses
 
 
 def test_declared_bytes_and_links(tmp_path: Path) -> None:
     for declared, level in ((47_642, []), (40_000, ["FAIL"]), (60_000, ["WARN"]), (47_600, ["WARN"])):
-        found = audit(Folder(public_a(tmp_path, bytes_code=declared)))
+        found = audit(public_a(tmp_path, bytes_code=declared))
         assert [f.level(Mode.AGREED).name for f in found if "`bytes_code`" in f.text] == level, declared
     folder = public_a(tmp_path)
     outside = tmp_path / "outside.log"
@@ -655,28 +825,50 @@ def test_a_failing_folder_is_alone(packed: Path, tmp_path: Path, tool: Tool) -> 
     tool("check", absent, packed, status=2)
 
 
-def test_a_check_that_ends_in_an_error_is_a_finding(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_ends_in_an_error_is_a_finding(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(folder: Folder) -> Iterator[Finding]:
         yield from ()
         raise KeyError("unheard of")
 
-    expected = audit(Folder(packed))
-    monkeypatch.setattr(checks, "CHECKS", (broken, *checks.CHECKS))
-    found = audit(Folder(packed))
+    expected = audit(packed)
+    monkeypatch.setattr(check, "RULES", (broken, *check.RULES))
+    found = audit(packed)
     assert [f.text for f in found[1:]] == [f.text for f in expected]
     assert found[0].level(Mode.CONVENTION) is Level.FAIL and "KeyError: 'unheard of'" in found[0].text
 
 
-def test_an_audit_that_is_stopped_is_a_finding_and_the_next_one_runs(packed: Path) -> None:
-    with Auditor() as auditor:
-        before = auditor.report(packed)
-        worker = auditor._worker
-        assert worker is not None
-        worker.kill()
-        worker.join()
-        (stopped,) = auditor.report(packed).findings
-        assert stopped.level(Mode.CONVENTION) is Level.FAIL and "the audit was stopped" in stopped.text
-        assert auditor.report(packed).findings == before.findings
+def test_an_audit_that_takes_too_long_is_a_finding_and_the_next_one_runs(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(folder: Folder) -> Iterator[Finding]:
+        while time.process_time() < begin + 20:
+            try:
+                re.match("(a+)+$", 26 * "a" + "b")  # one call of it may take minutes
+            except Exception:
+                continue
+        yield from ()
+
+    expected = audit(packed)
+    begin = time.process_time()
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "RULES", (endless, *check.RULES))
+        patch.setattr(check, "CPU_SECONDS_MAX", 0.2)
+        (stopped,) = audit(packed)
+    assert stopped.level(Mode.CONVENTION) is Level.FAIL and "the audit was stopped after" in stopped.text
+    assert audit(packed) == expected
+
+
+@pytest.mark.skipif(not check.MAPPED_PAGES.is_file(), reason="the system has no such limit")
+def test_an_audit_has_a_limit_of_memory(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def large(folder: Folder) -> Iterator[Finding]:
+        bytearray(2 * check.MEMORY_BYTES_MAX)
+        yield from ()
+
+    monkeypatch.setattr(check, "RULES", (large, *check.RULES))
+    with check.limited_memory():
+        found = audit(packed)
+    assert "MemoryError" in found[0].text and len(found) > 1
+    assert "MemoryError" not in audit(packed)[0].text
 
 
 def test_a_log_without_an_end_is_read_in_part(tmp_path: Path) -> None:
@@ -684,7 +876,7 @@ def test_a_log_without_an_end_is_read_in_part(tmp_path: Path) -> None:
     with (folder / "train.log").open("ab") as file:
         file.truncate(200_000_000)
     tracemalloc.start()
-    found = audit(Folder(folder))
+    found = audit(folder)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert any("`train.log` was not read to its end" in f.text for f in found) and peak < 150e6
@@ -698,10 +890,25 @@ def test_a_report_is_json_or_steers_no_terminal(tmp_path: Path, tool: Tool) -> N
     assert {"check", "level", "text", "where", "remedy"} == set(findings[0])
 
 
+def test_names_are_one_line_and_in_one_direction(tmp_path: Path, tool: Tool) -> None:
+    """A newline in a name may not look like a finding, and no mark turns the text around."""
+    place = public_a(tmp_path)
+    folder = place.rename(place.with_name("2026-04-01_a\n  FAIL A1  faked\u202e"))
+    (folder / "train\nseed1.log").write_text("nothing\n")
+    (folder / "x\u2066.log.gz").write_bytes(b"x")
+    escaped = "2026-04-01_a\\n  FAIL A1  faked\\u202e"
+    log = folder / "train\nseed1.log"
+    for verb, *more in (("check", folder), ("diff", folder, folder), ("diff", log, folder)):
+        shown = tool(verb, *more, status=2 if len(more) == 2 and more[0] != folder else 0)
+        assert "\u202e" not in shown and "\u2066" not in shown, verb
+        assert not any(line.startswith("  FAIL A1  faked") for line in shown.splitlines()), verb
+        assert escaped in shown or "train\\nseed1.log: 1 line, none is" in shown
+
+
 MANY = pytest.param(2_000, 0, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
 
 
 @pytest.mark.parametrize(("cases", "seed"), [(20, 1), MANY])
 def test_damaged_folders_are_judged(cases: int, seed: int) -> None:
     outcome = damage.run_cases(cases, seed)
-    assert outcome.cases == cases and outcome.errors == [] and outcome.ok()
+    assert outcome.cases == cases and outcome.errors == []

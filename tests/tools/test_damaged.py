@@ -14,8 +14,8 @@ from tests.support.runs import make_run, pack
 from tests.tools.conftest import Tool
 from tools.__main__ import main
 from tools.runs.folder import Folder
-from tools.submit.check.checks import audit
-from tools.submit.check.findings import Level, Mode
+from tools.submit.check import audit
+from tools.submit.findings import Level, Mode
 
 FORMS: dict[str, bytes | None] = {  # None: a folder stands in the place of the file
     "empty": b"", "a list": b"[]", "null": b"null", "a number": b"1", "a text": b'"x"', "true": b"true",
@@ -95,7 +95,7 @@ def test_other_damaged_files_are_one_sentence(form: str, run: Path, tmp_path: Pa
         if (folder / name).exists():
             shutil.copy(folder / name, kept)
         put(folder / name, data)
-        levels = {found.check: found.level(Mode.AGREED) for found in audit(Folder(folder))}
+        levels = {found.check: found.level(Mode.AGREED) for found in audit(folder)}
         assert "A0" not in levels, name
         assert Level.FAIL in levels.values() or name in ("manifest.json", "proof.json")  # none was packed
         shutil.rmtree(folder / name) if data is None else (folder / name).unlink()
@@ -139,6 +139,7 @@ def test_no_verb_writes_through_a_link_of_a_run(
 
 def test_pack_takes_no_file_from_outside(tmp_path: Path, outside: Path, tool: Tool) -> None:
     run = make_run(tmp_path / "theirs", 1)
+    (run / "nats_legal_ttt.bin").unlink()
     (run / "nats_legal_ttt.bin").symlink_to(outside)
     told = tool("pack", run, "--name", "N", "--records", tmp_path / "records", status=2)
     assert "nats_legal_ttt.bin is a link that leaves the run directory" in told

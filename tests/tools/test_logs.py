@@ -70,11 +70,62 @@ def test_dialect_b() -> None:
     assert log.code_bytes is not None and log.code_bytes.bytes == 157868
     assert log.hessian_seconds is not None and log.hessian_seconds.value == "4.7"
 
-    stamped = "\n".join(f"1776142360.539 {line}" for line in DIALECT_B.splitlines())  # by a wrapper
-    log = parse_log(stamped, Path("x.log"))
-    assert log.seed == 42 and log.headline is not None
     text = "\n".join(line for line in DIALECT_B.splitlines() if "ttt" not in line)
     assert parse_log(text, Path("x.log")).headline is None  # diagnostics are never a score
+
+
+PREFIXES = {
+    "torchrun --tee": "[default0]:", "torch": "[rank0]: ", "srun": " 0: ", "srun, a node": "12: ",
+    "mpirun": "[1,0]<stdout>:", "a rank": "rank 3: ", "epoch seconds": "1776142360.539 ",
+    "logging": "2026-11-27 10:00:{:02d},123 INFO ",
+    "logging with names": "2026-11-27 10:00:{:02d},123 - root - INFO - ",
+    "logging in brackets": "[2026-03-23 04:02:{:02d}] INFO: ", "without a format": "INFO:root:",
+    "loguru": "2026-11-27 10:00:{:02d}.123 | INFO     | __main__:train:{} - ",
+    "hydra": "[2026-11-27 10:00:{:02d},123][__main__][INFO] - ",
+    "DeepSpeed": "[2026-11-27 10:00:{:02d},123] [INFO] [logging.py:96:log_dist] [Rank 0] ",
+    "glog": "I1127 10:00:{:02d}.123456 12345 train.py:{}] ",
+    "syslog": "Nov 27 10:00:{:02d} node-3 python[4242]: ",
+    "journal": "2026-11-27T10:00:{:02d}+08:00 ",
+    "Kubernetes": "2026-11-27T10:00:{:02d}.123456789Z stdout F ",
+    "a clock": "[05:08:{:02d}] ", "Transformers": "11/27/2026 10:00:{:02d} - INFO - __main__ - ",
+    "Docker": "trainer-1  | ", "a name": "h100_run: ", "two blanks": "  ",
+    "two tools": "[default0]:[05:08:{:02d}] ",
+    "colors": "\x1b[36m[rank0]\x1b[0m: ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", [DIALECT_A, DIALECT_B, OURS])
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+def test_a_log_behind_the_prefix_of_a_tool_says_the_same(prefix: str, dialect: str) -> None:
+    lines = dialect.splitlines()
+    stamped = [prefix.format(number % 60, number) + line for number, line in enumerate(lines)]
+    # What a launcher writes itself, in its own form.
+    stamped.append("W1127 10:00:00.000000 1 torch/distributed/run.py:766] Setting OMP_NUM_THREADS")
+    expected = parse_log("\n".join([*lines, ""]) + "\n", Path("x.log"))
+    found = parse_log("\n".join(stamped), Path("x.log"))
+    assert found.finals and found == expected
+
+
+def test_lines_of_other_ranks_do_not_count() -> None:
+    lines = [f"[default{rank}]:{line}" for line in DIALECT_B.splitlines() for rank in (0, 1)]
+    lines.insert(3, "[default7]:node-3:25635:26029 [7] NCCL INFO Connected all rings")
+    log, alone = (parse_log(text, Path("x.log")) for text in ("\n".join(lines), DIALECT_B))
+    assert len(log.train) == len(alone.train) and len(log.finals) == len(alone.finals)
+    assert {name: found.value for name, found in log.settings.items()} == {
+        name: found.value for name, found in alone.settings.items()
+    }
+
+
+def test_a_log_without_a_prefix_keeps_its_beginnings() -> None:
+    lines = ["seed: 42", "10: x", "[0] y", "  0: z", "INFO = 3", "Monday 3/4 loss: 2"]
+    assert logs.without_prefixes(lines) == lines
+
+
+def test_a_file_that_is_no_log_says_what_it_begins_with() -> None:
+    log = parse_log("\n  Epoch 1: loss=5.1\nEpoch 2: loss=4.7\n", Path("my\nrun.log"))
+    assert log.says_nothing and "Epoch 1: loss=5.1" in log.nothing and "3 lines" in log.nothing
+    assert "\n" not in log.nothing
+    assert parse_log("", Path("x.log")).says_nothing and not parse_log(OURS, Path("x.log")).says_nothing
 
 
 @given(st.text(max_size=300))
@@ -103,6 +154,13 @@ def test_lines_that_look_like_others() -> None:
     ):
         (final,) = parse_log(line, Path("x.log")).finals
         assert (final.label, final.loss_text, final.bpb_text) == (label, "2.0594", "1.2197")
+
+
+def test_a_log_of_two_runs_has_the_source_of_the_last() -> None:
+    second = DIALECT_A.replace("import torch\n", "import torch as second\n")
+    log = parse_log(DIALECT_A + second, Path("x.log"))
+    assert log.source is not None and log.source.startswith("import torch as second\n")
+    assert len(log.finals) == 4 and log.finals[0] == parse_log(DIALECT_A, Path("x.log")).finals[0]
 
 
 @pytest.mark.parametrize("length", [60_000, 3_900])

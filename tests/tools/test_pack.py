@@ -24,8 +24,8 @@ from tools.audit.verdict import Verdict
 from tools.runs.folder import Folder
 from tools.runs.source import read_script, same_program
 from tools.submit import readme
-from tools.submit.check.checks import audit
-from tools.submit.check.packed import check_config
+from tools.submit.check import audit
+from tools.submit.packed import check_config
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, refusal: Tool) 
         noted.write_text(json.dumps(manifest))
         run = run_on(tmp_path / f"runs{more}", environment, val_tokens=1234, val_bytes=TEXT_BYTES)
         folder = pack(tmp_path / f"records{more}", [run])
-        found = [f"{finding.check} {finding.text}" for finding in audit(Folder(folder))]
+        found = [f"{finding.check} {finding.text}" for finding in audit(folder)]
         said = f"C1 {TEXT_BYTES} bytes of text are counted, manifest.json has {TEXT_BYTES - 1}"
         assert (said in found, main(["check", str(folder)])) == (more == 1, more)
     files = {path.name for path in folder.iterdir()}
@@ -122,7 +122,7 @@ def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, refusal: Tool) 
         assert fact in section, fact
     tokenizer = folder / "caseops.model"
     tokenizer.write_bytes(tokenizer.read_bytes() + b"x")
-    found = [finding.text for finding in audit(Folder(folder))]
+    found = [finding.text for finding in audit(folder)]
     assert "`caseops.model` is not the tokenizer of seed 1: its sha256 differs" in found
     Path(environment["TOKENIZER_PATH"]).unlink()
     assert "a record on CaseOps data holds its tokenizer" in refusal(run)
@@ -439,4 +439,4 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
         assert told in page, told
     assert not (folder / "baseline.diff").exists() and main(["check", str(folder)]) == 0
     (folder / "proof.json").write_text(json.dumps({**report, "passed": []}))
-    assert any("`proof.score_first` is 'proven'" in finding.text for finding in audit(Folder(folder)))
+    assert any("`proof.score_first` is 'proven'" in finding.text for finding in audit(folder))

@@ -1,4 +1,4 @@
-"""Wrapped scripts are unwrapped as text, never executed; what the syntax tree tells."""
+"""Wrapped scripts are unwrapped as text, never executed; programs are compared, and the files they name."""
 
 import base64
 import lzma
@@ -35,8 +35,6 @@ def test_the_form_that_our_runs_ship_is_read(repo: Path, tmp_path: Path) -> None
     (tmp_path / "train_gpt.py").write_bytes(train_gpt.shipped_code(text))
     script = read_script(tmp_path / "train_gpt.py")
     assert script.wrapped and same_program(script.text, text.decode("utf-8"))
-    optional = [call for call in source.imports(script) if "flash" in call.name]
-    assert len(optional) == 2 and all(call.detail == "guarded" for call in optional)
 
 
 def test_encodings_and_reading(tmp_path: Path) -> None:
@@ -84,21 +82,14 @@ def test_closures(tmp_path: Path) -> None:
     assert _closure_of(tmp_path) == expected
 
 
-def test_imports_and_programs(tmp_path: Path) -> None:
-    text = (
-        "import subprocess\ntry:\n    import flash_attn\nexcept ImportError:\n    flash_attn = None\n"
-        "import urllib.request\nsubprocess.run(['lrzip', '-z'])\n"
-    )
-    (tmp_path / "a.py").write_text(text)
-    script = read_script(tmp_path / "a.py")
-    details = {call.name: call.detail for call in source.imports(script)}
-    assert details["flash_attn"] == "guarded" and details["urllib"] == ""
-    assert [call.name for call in source.subprocess_calls(script)] == ["lrzip"]
-    # A function that loads what it is asked for is not stopped by what is not installed; a module is.
-    chosen = "    if name:\n        import_module('flash_attn_interface')\n    else:\n        name = ''\n"
-    (tmp_path / "a.py").write_text(f"def load(name):\n{chosen}\nif FAST:\n    import flash_attn\n")
-    found = {call.name: call.detail for call in source.imports(read_script(tmp_path / "a.py"))}
-    assert found == {"flash_attn_interface": "guarded", "flash_attn": ""}
+@pytest.mark.parametrize("text", [
+    "# see helper.py, which is not read\n", '"""It was made by helper.py."""\n', "helper = 'helper'\n",
+    "x = 'a helper.py in words'\n", "x = 1  # don't read 'helper.py'\n", "print('''\nimport helper\n''')\n",
+])  # fmt: skip
+def test_what_only_explains_names_no_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "train_gpt.py").write_text(text)
+    (tmp_path / "helper.py").write_text("x = 1\n")
+    assert _closure_of(tmp_path) == set()
 
 
 def _closure_of(folder: Path) -> set[str]:
@@ -123,25 +114,30 @@ def test_every_form_of_import_is_followed(text: str, parses: bool, tmp_path: Pat
     assert _closure_of(tmp_path) == {"helper.py"}
 
 
-def test_what_is_wrapped_often_or_merely_encoded_is_read() -> None:
+def test_what_is_wrapped_often_is_read_up_to_a_limit() -> None:
     for times in range(1, source.WRAPS_MAX + 1):
         assert unwrap(shell(SOURCE, times)) == SOURCE
-    with pytest.raises(UnwrapError, match="wrapped more than"):
-        unwrap(shell(SOURCE, source.WRAPS_MAX + 1))
-    program = "import requests\nrequests.get('http://example.org')\n"
-    raw = program.encode()
-    assert unwrap(f"exec(base64.b64decode({base64.b64encode(raw).decode()!r}))") == program
-    assert unwrap(f"exec(b''.join([{raw!r}]))") == program
-    assert unwrap(f"eval(compile({program!r}, 'x', 'exec'))") == program
+    assert unwrap(shell(SOURCE, source.WRAPS_MAX + 1)) == shell(SOURCE, 1)
 
 
 def test_what_expands_or_nests_without_end(tmp_path: Path) -> None:
     for program in (" " * (UNWRAPPED_BYTES_MAX + 1), "a;" * UNWRAPPED_BYTES_MAX):
-        packed = base64.b85encode(zlib.compress(lzma.compress(program.encode()))).decode()
-        text = f"exec(lzma.decompress(zlib.decompress(base64.b85decode({packed!r}))))"
+        packed = base64.b85encode(lzma.compress(program.encode())).decode()
+        text = f"exec(lzma.decompress(base64.b85decode({packed!r})))"
         assert len(text) < 11_000
         with pytest.raises(UnwrapError, match="expands beyond"):
             unwrap(text)
     for text in ("-" * 200_000 + "1", "(" * 200_000, "1+" * 100_000 + "1", "a" + ".a" * 100_000):
-        (tmp_path / "a.py").write_text(text)
-        assert isinstance(read_script(tmp_path / "a.py").tree, SyntaxError)
+        (tmp_path / "a.py").write_text(f"exec({text})")
+        assert not read_script(tmp_path / "a.py").wrapped and not source.parses(text)
+
+
+HARD = ['\\"' * 200_000, "'''" * 200_001, '"' * 400_001, "# '" * 200_000, "import " * 100_000]
+
+
+@pytest.mark.parametrize("text", HARD, ids=range(len(HARD)))
+def test_no_script_takes_more_than_linear_time(text: str, tmp_path: Path) -> None:
+    """In quadratic time these would take hours, and the test would end by its timeout."""
+    (tmp_path / "train_gpt.py").write_text(text)
+    (tmp_path / "helper.py").write_text("x = 1\n")
+    assert _closure_of(tmp_path) == set()

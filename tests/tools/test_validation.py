@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import TEXT_BYTES, TOKENS, make_run, pack
+from tests.support.runs import DOCUMENTS, TEXT_BYTES, TOKENS, make_run, pack
 from tests.tools.conftest import Tool
 from tools.runs.folder import Folder
 from tools.runs.logs import parse_log
-from tools.submit.check import validation
-from tools.submit.check.checks import audit
-from tools.submit.check.findings import Level, Mode
+from tools.submit import scores
+from tools.submit.check import audit
+from tools.submit.findings import Level, Mode
 
 H100S = {"hardware": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8, "world_size": 8}}
 TEN_MINUTES = {"MAX_WALLCLOCK_SECONDS": "600.0", "ARTIFACT_BYTES_MAX": "16000000"}
@@ -42,7 +42,7 @@ def scored_run(
 
 
 def findings(folder: Path, level: Level = Level.FAIL) -> list[str]:
-    found = [finding for finding in audit(Folder(folder)) if finding.level(Mode.AGREED) is level]
+    found = [finding for finding in audit(folder) if finding.level(Mode.AGREED) is level]
     return [f"{finding.check} {finding.text}" for finding in found]
 
 
@@ -55,7 +55,7 @@ def as_record(folder: Path) -> Path:
 
 def set_official(monkeypatch: pytest.MonkeyPatch, **sets: dict[str, int | None]) -> None:
     """Put a table of official sets in the place of the script's."""
-    monkeypatch.setattr(validation, "official_table", lambda: (sets, 0))
+    monkeypatch.setattr(scores, "official_table", lambda: (sets, 0))
 
 
 @pytest.fixture
@@ -139,6 +139,8 @@ def test_a_claim_to_the_official_set_has_its_counts(tmp_path: Path, monkeypatch:
         assert found.startswith("C1 official (sp8192): ") and said in found
     set_official(monkeypatch, sp8192={"targets": None, "bytes": TEXT_BYTES})  # a count that is not known
     assert not findings(folder)
+    set_official(monkeypatch, sp8192={"targets": None, "bytes": None, "documents": DOCUMENTS + 1})
+    assert findings(folder)[0] == "C1 nats_roundtrip_seed1.bin has 50 documents, that validation set has 51"
     set_official(monkeypatch)
     assert any("know no validation set of that name" in found for found in findings(folder, Level.WARN))
     # Log and summary say the same.

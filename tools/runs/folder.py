@@ -15,7 +15,7 @@ from typing import Any
 
 from tools.runs.errors import RecordError
 from tools.runs.logs import COUNT, EXACT, LOG_BYTES_MAX, MODEL_BYTES, Final, RunLog, decimals, read_log
-from tools.runs.reading import as_text, name_of, plain_text
+from tools.runs.reading import as_text, name_of, path_of, plain_text
 from tools.runs.source import SCRIPT_BYTES_MAX, Script, closure, read_script
 
 SUBMISSION = "submission.json"
@@ -72,7 +72,8 @@ class Folder:
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise RecordError(
-                f"{path} is not a folder: name one of records (track_*/DATE_Name), or runs/<RUN_ID> for diff"
+                f"{path_of(path)} is not a folder: name one of records (track_*/DATE_Name), or runs/<RUN_ID>"
+                " for diff"
             )
         self.path = path
 
@@ -216,12 +217,6 @@ class Folder:
         return list(dict.fromkeys(found))
 
     @property
-    def run_scripts(self) -> list[Script]:
-        """The training script and the Python files that it runs."""
-        found = [self.script] if self.script else []
-        return found + [self.scripts[path] for path in self.closure if path in self.scripts]
-
-    @property
     def training_scripts(self) -> list[Script]:
         """Every script beside submission.json that may be what ran, and the source that tracks share."""
         top = {path: script for path, script in self.scripts.items() if path.parent == self.path}
@@ -232,7 +227,7 @@ class Folder:
 
     @cached_property
     def closure(self) -> list[Path]:
-        """Files that the script runs or names besides itself, but for logs, tokenizers and what explains."""
+        """Files that the script imports or names, but for itself, logs, tokenizers and what explains."""
         if self.script is None:
             return []
         aside = {*(log.path for log in self.logs), *self.models, self.file(REQUIREMENTS)}
@@ -246,15 +241,24 @@ class Folder:
         scripts = self.scripts
         return [path for path in self.files() if path not in scripts and path.stat().st_size in sizes]
 
-    @cached_property
+    @property
     def logs(self) -> list[RunLog]:
         """Every training log in the folder, subfolders included; LOGS_BYTES_MAX in all."""
-        logs = [read_log(path) for path in _within(self._log_files(), LOGS_BYTES_MAX, LOG_BYTES_MAX)]
-        return [log for log in logs if log.finals or log.train or log.validation]
+        return [log for log in self._texts if not log.says_nothing]
+
+    @property
+    def no_logs(self) -> list[RunLog]:
+        """Files that are named like logs, and hold neither a step nor a score."""
+        return [log for log in self._texts if log.says_nothing]
+
+    @cached_property
+    def _texts(self) -> list[RunLog]:
+        """The files that may be logs, as far as they were read."""
+        return [read_log(path) for path in _within(self._log_files(), LOGS_BYTES_MAX, LOG_BYTES_MAX)]
 
     def _log_files(self) -> list[Path]:
         """Files that may be logs, those beside submission.json first."""
-        found = [p for p in self.files() if p.suffix in (".log", ".txt") and p.name != REQUIREMENTS]
+        found = [path for path in self.files() if is_log_name(path.name)]
         return sorted(found, key=lambda path: (len(path.parts), path))
 
     @property
@@ -385,6 +389,11 @@ class Folder:
                     results[int(seed)] = result
             return results
         return {}
+
+
+def is_log_name(name: str) -> bool:
+    """Whether a file may be a log by its name."""
+    return name.lower().endswith((".log", ".txt")) and name != REQUIREMENTS
 
 
 def shared_source(records: Path, sha256: str) -> Path:

@@ -4,6 +4,9 @@ Dialect A (`step:5/100 train_loss:…`) is the upstream baseline's and ours; dia
 sorted `Hyperparameters:` block) is that of the records from April 2026 on. Logs often begin with the script's
 source, whose f-strings look like log lines: only lines with literal numbers match.
 
+torchrun, srun, Docker and Python's logging put a rank, a time, a level or a name before each line. They are
+taken off first, so every tool that reads a log through `read_log` sees the line that the script printed.
+
 A log may come from anybody: reading is bounded in bytes and lines, and no expression here takes more than
 linear time on a line (none has two neighbours that repeat over the same characters).
 """
@@ -14,11 +17,12 @@ import io
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tools.runs.reading import encoding_of
+from tools.runs.reading import encoding_of, name_of
 
 LOG_BYTES_MAX = 16 * 2**20  # of a file; the rest is left unread
 LINES_MAX = 100_000  # of a log
@@ -33,7 +37,6 @@ PAIR = re.compile(r"(?<![\w/])([A-Za-z_][\w/]*)[:=]\s*(\S+)")
 SCORES = re.compile(rf"\sval_loss:\s*({NUMBER})\s+val_bpb:\s*({NUMBER})\b")
 LABEL = re.compile(r"[A-Za-z][\w+\-() ]*")
 TAG = re.compile(r"\w+:\d+")  # between a label and its scores, such as `step:100`
-CLOCK_PREFIX = re.compile(r"^\d{9,}\.\d+ ")  # epoch seconds before each line, put there by a wrapper
 BYTES_LINE = re.compile(rf"^(Serialized model|Code size|Total submission size)([^:]*):\s*({COUNT}) bytes")
 STOP_LINE = re.compile(
     rf"^stopping_early:\s*(\w+)\s+train_time:\s*({NUMBER})(ms|s)\s+step:\s*({COUNT})/({COUNT})"
@@ -65,11 +68,54 @@ DONE_LINE = re.compile(rf"^(\w{{1,80}}):done val_loss=({NUMBER}) val_bpb=({NUMBE
 PROGRESS_LINE = re.compile(
     rf"^val_progress:(\w{{1,80}}) 100% partial_mean_loss:({NUMBER}) tokens_seen:({COUNT})\b"
 )
+# What is left of a document batch in test-time training: the lengths of its shortest and longest document.
+BATCH_LINE = re.compile(rf"^ttp: (b{COUNT}/{COUNT}) .*\bdl:({COUNT}-{COUNT})\b")
+# Of our script: when learning stopped, of how many seconds, and what the rest would have taken with it.
+UNLEARNED_LINE = re.compile(
+    rf"^warning: (\w{{1,80}}) continues without learning: ({NUMBER})s of ({NUMBER})s are used,"
+    rf" the rest needs ({NUMBER})s"
+)
 MODEL_BYTES = "Serialized model"  # begins a line of bytes
 FENCE = "=" * 100
 # The scores of a run in order; those after the first are named by the rank of their label.
 STAGES = ("before quantization", "quantized", "sliding window", "test-time training")
 EXACT = "_exact"  # ends the label of the line that repeats a score with all its digits
+
+# What stands before the lines of a script that another program started or whose output it keeps.
+ESCAPES = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]")  # colors
+DAY = r"(?:[0-9]{4}[-/][0-9]{2}[-/][0-9]{2}|[0-9]{2}/[0-9]{2}/[0-9]{2,4}|[A-Z][a-z]{2} [ 0-9][0-9])"
+HOUR = r"[0-9]{1,2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]{1,9})?(?: ?(?:Z|UTC|[-+][0-9]{2}:?[0-9]{2}))?"
+LEVEL = r"(?:DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL)"
+PREFIX = re.compile(
+    r"\[default([0-9]{1,4})\]:"  # torchrun --tee; a group has the rank
+    r"|\[(?:rank)?([0-9]{1,4})\]: ?"
+    r"|\[[0-9]{1,4},([0-9]{1,4})\]<std(?:out|err)>:"  # mpirun --tag-output
+    r"|rank ?([0-9]{1,4}): "
+    rf"|{DAY} {HOUR} \| {LEVEL} {{0,8}} \| [\w.:<>]{{1,80}} - "  # loguru
+    rf"|\[?{DAY}[T ]{HOUR}\]?(?: -)?(?: |$)"
+    rf"|\[?{HOUR}\]?(?: -)?(?: |$)"
+    r"|[0-9]{9,13}\.[0-9]{1,9} "  # seconds since 1970
+    rf"|[IWEF][0-9]{{4}} {HOUR} {{1,8}}[0-9]{{1,10}} [\w./-]{{1,80}}:[0-9]{{1,6}}\] "  # glog and absl
+    rf"|{LEVEL}:(?:[\w.]{{1,80}}:| )"  # Python's logging as it is without a format
+)
+# What a logger puts behind its time: a level, the name of a logger, a place in a program.
+LOGGER = re.compile(
+    rf"\[?{LEVEL}\]?(?::| -)?(?: |$)"
+    rf"|\[{LEVEL}\](?= ?\[)"
+    r"|\[(?:Rank )?[\w.:<>]{1,80}\](?: -)?(?: |$|(?=\[))"
+    r"|[\w.:<>]{1,80} - "
+    r"|[\w.-]{1,80} [\w./-]{1,80}\[[0-9]{1,10}\]: "  # syslog: machine and program
+    r"|std(?:out|err) [FP] "  # of a container
+)
+PREFIXES_MAX = 6  # before one line
+# Any other prefix is what stands before most of these: the labels of srun, names of containers.
+ANCHOR = re.compile(
+    rf"(?:step:)?{COUNT}/{COUNT}\s{{1,4}}(?:train_loss|val_loss|loss):|Serialized model|Total submission size"
+    r"|Code size|stopping_early:"
+)
+DIGITS = re.compile("[0-9]{1,20}")
+PREFIX_CHARACTERS_MAX = 80  # of such a one
+FIRST_LINE_CHARACTERS = 80  # of a log that gives nothing, to name it
 
 MILLISECONDS = {"ms": 1.0, "s": 1e3, "m": 6e4}
 DURATION = re.compile(rf"^({NUMBER})(ms|s|m)$")
@@ -108,6 +154,7 @@ class Point:
     """One step line. `loss` in nats per token, `bpb` on validation lines, `time_ms` of the training clock.
 
     `limit` is what stands behind the slash, `pace` the clock and the mean time where the line prints both.
+    `printed_ms` is the clock as printed, where `time_ms` follows from a speed; `loss_text` the loss.
     """
 
     step: int
@@ -117,6 +164,8 @@ class Point:
     bpb: float | None = None
     limit: int | None = None
     pace: Pace | None = None
+    printed_ms: float | None = None
+    loss_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +179,7 @@ class Final:
     eval_seconds: float | None = None
     scored_tokens: int | None = None
     val_bytes: int | None = None
+    learned_tokens: int | None = None
 
     @property
     def loss(self) -> float:
@@ -193,6 +243,17 @@ class EvalClocks:
 
 
 @dataclass(frozen=True)
+class Unlearned:
+    """Where a score went on without learning: seconds used, of how many, and those that the rest needed."""
+
+    name: str
+    used_seconds: float
+    limit_seconds: float
+    needed_seconds: float
+    line: int
+
+
+@dataclass(frozen=True)
 class Stop:
     """Why and when training stopped early."""
 
@@ -228,8 +289,24 @@ class RunLog:
     validation_bytes: Located | None = None  # of the text, as the loader of our script counts them
     is_limited: bool = False  # to the first tokens of the text, by VAL_TOKENS_LIMIT
     validation_set: Located | None = None  # `your own`, or `official (sp8192)`
+    batches: dict[str, Located] = field(default_factory=dict)  # lengths of the documents in each
+    unlearned: Unlearned | None = None
     source: str | None = None  # the script's text, where the log begins with it
+    first_line: str = ""
     unread: str | None = None  # why the rest of the file was not read
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether no line is a step or a score: this is no log of a run that these tools can read."""
+        return not (self.finals or self.train or self.validation)
+
+    @property
+    def nothing(self) -> str:
+        """A sentence on a file that says nothing."""
+        if not self.first_line:
+            return f"{name_of(self.path)} is empty"
+        lines = f"{self.lines:,} line{'s' if self.lines != 1 else ''}"
+        return f"{name_of(self.path)}: {lines}, none is a step or a score; the first: {self.first_line!r}"
 
     @property
     def seed(self) -> int | None:
@@ -331,7 +408,7 @@ class RunLog:
         return self.settings.get("val_tokens")
 
     def where(self, line: int) -> str:
-        return f"{self.path.name}:{line}"
+        return f"{name_of(self.path)}:{line}"
 
 
 def exact(finals: Iterable[Final]) -> Final | None:
@@ -365,11 +442,12 @@ def parse_log(text: str, path: Path) -> RunLog:
 def _parse(stream: Iterable[str], path: Path) -> RunLog:
     log = RunLog(path=path)
     taken = itertools.islice(stream, LINES_MAX + 1)
-    lines = [CLOCK_PREFIX.sub("", line.rstrip("\n")) for line in taken]
+    lines = without_prefixes([ESCAPES.sub("", line.rstrip("\n")) for line in taken])
     if len(lines) > LINES_MAX:
         lines.pop()
         log.unread = f"it has more lines than the {LINES_MAX:,} that were read"
     log.lines = len(lines)
+    log.first_line = next((line.strip() for line in lines if line.strip()), "")[:FIRST_LINE_CHARACTERS]
     start = _skip_source(lines, log)
     in_hyperparameters = False
     for number, line in enumerate(lines[start:], start + 1):
@@ -383,10 +461,56 @@ def _parse(stream: Iterable[str], path: Path) -> RunLog:
         if pair:
             log.settings[pair[1]] = Located(pair[2].strip(), number)
             continue
-        in_hyperparameters = False
-        _read_line(line, number, log)
+        in_hyperparameters = in_hyperparameters and not line
+        _read_line(line.lstrip(" "), number, log)
     _share_eval_seconds(log)
     return log
+
+
+def without_prefixes(lines: list[str]) -> list[str]:
+    """The lines as the script printed them: without what its launcher or a logger put before each.
+
+    Where several ranks print, those of the first one that prints a step are kept, and the others left blank.
+    """
+    ranks: list[int | None] = []
+    for index, line in enumerate(lines):
+        rank, begin = _known_prefix(line)
+        lines[index] = line[begin:]
+        ranks.append(rank)
+    found: Counter[str] = Counter()  # what stands before a step
+    speaking: int | None = None
+    for line, rank in zip(lines, ranks, strict=True):
+        step = ANCHOR.search(line) if len(line) <= LINE_CHARACTERS_MAX else None
+        if step is not None:
+            found[DIGITS.sub("0", line[: step.start()])] += 1
+            speaking = rank if speaking is None else speaking
+    if speaking is not None:
+        kept = (None, speaking)
+        lines = [line if rank in kept else "" for line, rank in zip(lines, ranks, strict=True)]
+    prefix = max(found, key=lambda text: found[text], default="")
+    if not prefix or found[prefix] < 2 or len(prefix) > PREFIX_CHARACTERS_MAX:
+        return lines
+    pattern = re.compile("[0-9]{1,20}".join(re.escape(part) for part in prefix.split("0")))
+    return [pattern.sub("", line, count=1) if pattern.match(line) else line for line in lines]
+
+
+def _known_prefix(line: str) -> tuple[int | None, int]:
+    """The rank that printed a line, if it stands before it, and where the line itself begins.
+
+    Its own first blanks belong to it: they may be an indent.
+    """
+    rank: int | None = None
+    begin = 0
+    for _ in range(PREFIXES_MAX):
+        found = PREFIX.match(line, begin)
+        if found is not None and found.lastindex is not None:
+            rank = int(found[found.lastindex])
+        if found is None and begin:
+            found = LOGGER.match(line, begin)
+        if found is None:
+            break
+        begin = found.end()
+    return rank, begin
 
 
 def _share_eval_seconds(log: RunLog) -> None:
@@ -400,15 +524,24 @@ def _share_eval_seconds(log: RunLog) -> None:
 
 
 def _skip_source(lines: list[str], log: RunLog) -> int:
-    """Index of the first line after the script's own text, where the log opens with it; keeps that text."""
-    fence = next((i for i, line in enumerate(lines) if line == FENCE), None)
-    if fence is None:
-        return 0
-    first = next((i for i, line in enumerate(lines[:fence]) if _opens_source(line)), None)
-    if first is None or any(STEP_LINE.match(line) for line in lines[first:fence]):
-        return 0  # no source, or one that log lines were written into
-    log.source = "\n".join(lines[first:fence])
-    return fence
+    """Index of the first line after the script's own text, where the log opens with it; keeps that text.
+
+    Of a log of several runs the text of the last one is kept: its scores count.
+    """
+    begin = start = 0
+    for fence, line in enumerate(lines):
+        if line != FENCE:
+            continue
+        part = lines[begin:fence]
+        first = next((i for i, line in enumerate(part) if _opens_source(line)), None)
+        # No source, or one that log lines were written into.
+        if first is not None and not any(STEP_LINE.match(line) for line in part[first:]):
+            log.source = "\n".join(part[first:])
+            start = start or fence
+        elif begin == 0:
+            return 0
+        begin = fence + 1
+    return start
 
 
 def _opens_source(line: str) -> bool:
@@ -470,6 +603,10 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
         log.told.append(Told(match[1], match[2], match[3], None, number))
     elif match := PROGRESS_LINE.match(line):
         log.told.append(Told(match[1], match[2], None, int(match[3]), number))
+    elif match := BATCH_LINE.match(line):
+        log.batches.setdefault(match[1], Located(match[2], number))
+    elif match := UNLEARNED_LINE.match(line):
+        log.unlearned = Unlearned(match[1], float(match[2]), float(match[3]), float(match[4]), number)
     elif match := TOTAL_EVAL_LINE.match(line):
         log.total_eval_seconds = Located(match[1], number)
     elif not log.train and SETTINGS_LINE.match(line) and not INPUT_LINE.match(line):
@@ -482,15 +619,23 @@ def _read_step(match: re.Match[str], number: int, log: RunLog) -> None:
     step = int(match[1])
     time_ms = _train_time_ms(step, pairs, log)
     log.settings.setdefault("iterations", Located(match[2], number))
-    if _is_number(pairs.get("val_loss")):
-        bpb = float(pairs["val_bpb"]) if _is_number(pairs.get("val_bpb")) else None
-        point = Point(step, float(pairs["val_loss"]), number, time_ms, bpb, int(match[2]), _pace(pairs))
-        log.validation.append(point)
+    is_validation = _is_number(pairs.get("val_loss"))
+    loss = pairs["val_loss"] if is_validation else pairs.get("train_loss") or pairs.get("loss")
+    if loss is None or not _is_number(loss):
         return
-    loss = pairs.get("train_loss") or pairs.get("loss")
-    if _is_number(loss):
-        point = Point(step, float(str(loss)), number, time_ms, None, int(match[2]), _pace(pairs))
-        log.train.append(point)
+    bpb = pairs.get("val_bpb")
+    point = Point(
+        step,
+        float(loss),
+        number,
+        time_ms,
+        bpb=float(bpb) if is_validation and bpb is not None and _is_number(bpb) else None,
+        limit=int(match[2]),
+        pace=_pace(pairs),
+        printed_ms=_duration_ms(pairs.get("train_time")),
+        loss_text=loss,
+    )
+    (log.validation if is_validation else log.train).append(point)
 
 
 def _train_time_ms(step: int, pairs: dict[str, str], log: RunLog) -> float | None:
@@ -527,6 +672,7 @@ def _read_final(line: str, number: int) -> Final | None:
         eval_seconds=eval_ms / 1e3 if eval_ms is not None else None,
         scored_tokens=_integer(pairs.get("scored_tokens")),
         val_bytes=_integer(pairs.get("val_bytes")),
+        learned_tokens=_integer(pairs.get("learned_tokens")),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import re
 from pathlib import Path
 
 # UTF-32 first: its mark begins as that of UTF-16 does.
@@ -19,11 +20,30 @@ MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 SAVE_IT = "save it as UTF-8"
+# What steers a terminal, or shows other characters than there are: controls but for tabs and the ends of
+# lines, the marks that change the direction of writing, and the ends of lines that only Unicode knows.
+CONTROL_CHARACTER = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: what a folder holds may be no valid Unicode, or steer the terminal."""
+    shown = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return CONTROL_CHARACTER.sub(lambda match: match[0].encode("unicode_escape").decode(), shown)
+
+
+def one_line(text: str) -> str:
+    """`text` as one printable line: a name with a newline may not pass for two lines."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def name_of(path: Path) -> str:
-    """The name of a file or folder, to be shown: UTF-8 whatever the locale says, other bytes as escapes."""
-    return os.fsencode(path.name).decode("utf-8", "backslashreplace")
+    """The name of a file or folder, to be shown on one line: UTF-8 whatever the locale, the rest escaped."""
+    return one_line(os.fsencode(path.name).decode("utf-8", "backslashreplace"))
+
+
+def path_of(path: Path) -> str:
+    """A whole path, to be shown as `name_of` shows a name."""
+    return one_line(os.fsencode(path).decode("utf-8", "backslashreplace"))
 
 
 def encoding_of(data: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -16,18 +17,18 @@ from tools.runs.folder import (
     CONFIG,
     FILES_MAX,
     PER_RUN_SETTINGS,
-    REQUIREMENTS,
     SCRIPT,
     SETTINGS_OF_A_START,
     SUBMISSION,
     TEXT_BYTES_MAX,
     Folder,
     SeedRun,
+    is_log_name,
     is_own,
     required_object,
 )
 from tools.runs.logs import Final, RunLog, read_log
-from tools.runs.reading import as_text, name_of
+from tools.runs.reading import as_text, name_of, path_of
 from tools.runs.source import Script, read_script
 
 LOG = "log.txt"
@@ -36,7 +37,9 @@ METRICS = "metrics.jsonl"
 SHIPPED = "train_gpt.shipped.py"  # the form of the script that the run counted
 FINISHED = "finished"
 OTHER_CODE = " after "  # in the hash of the code, between the scripts of a run that RESUME_OTHER_CODE went on
+PLACES = {"DATA_PATH", "TOKENIZER_PATH", "CONFIG", "FOREIGN_NAMES"}  # where a run reads, not what it does
 METRICS_BYTES_MAX = 64 * 2**20  # of a metrics.jsonl; no run writes a fifth of it
+LOGS_NAMED_MAX = 3  # of files that are no logs, in a message
 LOGS_MAX = 20  # that are read to decide whether a folder is a record
 
 
@@ -135,6 +138,13 @@ def settings_that_differ(written: Mapping[str, Any], ran: Mapping[str, Any]) -> 
     return [name for name in sorted(names - apart) if written.get(name) != ran.get(name)]
 
 
+def settings_sha256(settings: Mapping[str, str]) -> str:
+    """SHA-256 of the settings that a proof is about: without those of one run, of one start, and places."""
+    apart = PER_RUN_SETTINGS | SETTINGS_OF_A_START | PLACES
+    kept = {name: value for name, value in sorted(settings.items()) if name not in apart}
+    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+
+
 def read_events(path: Path) -> list[Event]:
     """Events of a metrics.jsonl; a torn last line, as a killed run leaves it, is skipped."""
     if not is_own(path):
@@ -202,22 +212,19 @@ def load_group(path: Path) -> Group:
     """A run directory, a records folder or a log, ours or public."""
     if path.is_file():
         log = read_log(path)
+        if log.says_nothing:
+            raise RecordError(log.nothing)
         run = Run(shown_stem(path), log, log.headline, [], {})
         script = Script(path, log.source.encode(), log.source, wrapped=False) if log.source else None
         return Group(f"{name_of(path.parent)}/{name_of(path)}", [run], _settings(Path(), log), script, {})
     if is_own(path / LOG):
         return _group_of_run(RunDirectory(path))
     folder = Folder(path)
-    if not _is_record(path):
-        raise RecordError(
-            f"{path} is no run and no record: it holds neither {LOG} nor {SUBMISSION} nor a training log;"
-            " give runs/<RUN_ID> or records/track_*/DATE_Name"
-        )
+    _require_record(path)
     runs = [_seed_of_folder(folder, seed) for seed in folder.seed_runs]
     if not runs:
-        raise RecordError(
-            f"{path} holds neither {LOG} nor a training log: give a run directory or a records folder"
-        )
+        read = "; ".join(log.nothing for log in folder.no_logs[:LOGS_NAMED_MAX])
+        raise RecordError(f"{path_of(path)} holds no log with a step or a score{f': {read}' if read else ''}")
     others = {
         name: [_seed_of_folder(folder, seed) for seed in found] for name, found in folder.other_sets().items()
     }
@@ -226,17 +233,21 @@ def load_group(path: Path) -> Group:
     )
 
 
-def _is_record(path: Path) -> bool:
-    """Whether a folder is one record, by what stands at its top; folders inside it are not looked at."""
+def _require_record(path: Path) -> None:
+    """RecordError for a folder that is no record, by what stands at its top; inner folders are not read."""
     with os.scandir(path) as entries:
         names = sorted(entry.name for entry in itertools.islice(entries, FILES_MAX))
     if any(name.startswith("submission") and name.endswith(".json") for name in names):
-        return True
-    logs = [path / name for name in names if name.endswith((".log", ".txt")) and name != REQUIREMENTS]
-    for log in map(read_log, [log for log in logs if log.is_file()][:LOGS_MAX]):
-        if log.finals or log.train or log.validation:
-            return True
-    return False
+        return
+    texts = [path / name for name in names if is_log_name(name) and (path / name).is_file()]
+    logs = [read_log(text) for text in texts[:LOGS_MAX]]
+    if not all(log.says_nothing for log in logs):
+        return
+    told = "".join(f"; {log.nothing}" for log in logs[:LOGS_NAMED_MAX])
+    raise RecordError(
+        f"{path_of(path)} is no run and no record: it holds neither {LOG} nor {SUBMISSION} nor a log with a"
+        f" step or a score{told}; give runs/<RUN_ID> or records/track_*/DATE_Name"
+    )
 
 
 def _seed_of_folder(folder: Folder, seed: SeedRun) -> Run:

@@ -5,25 +5,18 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import re
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from data.files import write_bytes
 from tools.runs.errors import RecordError
+from tools.runs.reading import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIGURE_FORMATS = (".png", ".svg")
-CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and the ends of lines
-
-
-def printable(text: str) -> str:
-    """`text` for a terminal: what a folder holds may be no valid Unicode, or steer the terminal."""
-    shown = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return CONTROL_CHARACTER.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
 
 
 class Terminal(io.TextIOBase):

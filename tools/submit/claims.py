@@ -1,20 +1,235 @@
-"""A4, C7: every number that submission.json claims, against what the logs say."""
+"""A1-A4, A10: the folder and its files, and every number that submission.json claims, against the logs."""
 
 from __future__ import annotations
 
+import datetime
+import math
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tools.runs.folder import Folder, SeedRun, number
+from tools.runs.folder import (
+    ASIDE_BYTES_MAX,
+    DEPTH_MAX,
+    FILES_MAX,
+    PICTURE_SUFFIXES,
+    README,
+    REQUIREMENTS,
+    SCRIPT,
+    SUBMISSION,
+    Folder,
+    SeedRun,
+    number,
+)
 from tools.runs.logs import ByteCount, Final, RunLog, decimals
+from tools.runs.reading import name_of
+from tools.runs.rules import RECORD_TEXT, TOKENIZER_TOLERANCE, TOKENIZERS, bytes_per_token
 from tools.runs.stats import deviation, mean
-from tools.submit.check.budget import shipped_code_bytes
-from tools.submit.check.findings import Finding, fail, info, warn
+from tools.submit.findings import Finding, contested, fail, info, warn
+from tools.submit.limits import is_record, shipped_code_bytes
+from tools.submit.pack import requirements
 
+FOLDER_NAME = re.compile(r"^\d{4}-\d\d-\d\d_[A-Za-z0-9._+-]+$")
+TRACK_NAME = re.compile(r"^track_\w+$")
+REQUIRED_TEXT = ("author", "github_id", "name", "date")
+PACKED_LOGS = (".log.gz", ".log.xz", ".log.bz2", ".log.zst", ".txt.gz", ".log.zip")
+COMMENT = re.compile(r"(?:^|\s)#.*$")
+HASH = re.compile(r"--(?:hash=|require-hashes)")  # of a package that is named
+ELSEWHERE = re.compile(r"^-|://| @ |^[./~]|\.(?:whl|zip|tar\.gz)\b")
+LINE_CHARACTERS_MAX = 120  # of a line of requirements.txt that is shown
+SCORE_ALIASES = ("mean_val_bpb", "mean_bpb", "bpb", "score")
+DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}(?![0-9])")
 SCORE_FIELDS = {"val_bpb": "bpb", "val_loss": "loss"}
 DECLARED_TOLERANCE = 1e-4  # the last digit that every log prints; fewer declared digits excuse nothing more
 TOTAL_FIELDS = ("bytes_total", "artifact_bytes", "artifact_bytes_max", "artifact_size_bytes")
 CODE_FIELDS = ("bytes_code", "code_bytes")
+
+
+def check_name(folder: Folder) -> Iterator[Finding]:
+    if not FOLDER_NAME.match(folder.name) or not _is_past_day(folder.name):
+        yield warn(
+            "A1",
+            f"folder `{folder.name}` is not YYYY-MM-DD_Description, with a day up to today",
+            folder.name,
+            "rename it (asked for in #1851)",
+        )
+    if not TRACK_NAME.match(folder.track):
+        yield info(
+            "A1", f"parent `{folder.track}` is no track_* folder", folder.name, "move it under its track"
+        )
+
+
+def check_files(folder: Folder) -> Iterator[Finding]:
+    required = {README: folder.file(README), SUBMISSION: folder.submission_path, SCRIPT: folder.script_path}
+    for name, path in required.items():
+        if path is None or path not in folder.files():
+            yield fail(
+                "A2", f"missing `{name}`", folder.name, "add it; folders without it were not listed (#561)"
+            )
+        elif path.stat().st_size == 0:
+            yield fail("A2", f"`{name_of(path)}` is empty", folder.name, "ship the file that ran")
+        elif path.name != name:
+            yield contested(
+                "A2",
+                f"`{name_of(path)}` stands in for `{name}` (#561)",
+                folder.name,
+                f"rename it to `{name}`",
+            )
+    yield from _check_logs(folder)
+
+
+def _check_logs(folder: Folder) -> Iterator[Finding]:
+    """A2: there is a log that can be read; a file that looks like one and gives nothing is named."""
+    remedy = "add one log per seed, as the script wrote it"
+    if not folder.logs and not folder.no_logs:
+        yield fail("A2", "it holds no log: no file ends in .log or .txt", folder.name, remedy)
+    for log in folder.no_logs:
+        name = log.path.relative_to(folder.path).as_posix()
+        if not folder.logs:
+            yield fail("A2", log.nothing, name, remedy)
+        elif log.path.suffix.lower() == ".log":
+            yield info("A2", log.nothing, name)
+    for path in folder.files():
+        if path.name.lower().endswith(PACKED_LOGS):
+            name = path.relative_to(folder.path).as_posix()
+            yield warn("A2", f"`{name}` is packed and was not read", name, "unpack it")
+
+
+def check_requirements(folder: Folder) -> Iterator[Finding]:
+    """A2: requirements.txt names packages, and no place to get them from but what `pack` wrote."""
+    packed = {
+        requirements(folder.summaries.get(run.seed or 0, {}), run.log.attention) for run in folder.seed_runs
+    }
+    text = folder.text(REQUIREMENTS)
+    if text in packed:
+        return
+    for line, words in enumerate(text.splitlines(), 1):
+        words = COMMENT.sub("", words).strip()
+        if not HASH.match(words) and ELSEWHERE.search(words):
+            told = f"`{words[:LINE_CHARACTERS_MAX]}`: pip would read options or a place that is not its index"
+            yield warn("A2", told, f"{REQUIREMENTS}:{line}", "read it before you install; name packages only")
+
+
+def check_submission(folder: Folder) -> Iterator[Finding]:
+    if folder.submission_path is None:
+        return
+    name = folder.submission_path.name
+    if folder.submission_error:
+        yield fail(
+            "A3", f"{name} cannot be read: {folder.submission_error}", name, "write valid JSON, one object"
+        )
+        return
+    submission = folder.submission
+    # What `pack` refuses to leave out of a record for the challenge is not missing from one by chance.
+    needed = RECORD_TEXT if folder.ours and is_record(folder) else ()
+    for key in dict.fromkeys((*REQUIRED_TEXT, *needed)):
+        if not isinstance(submission.get(key), str) or not submission[key]:
+            report = fail if key in needed else warn
+            yield report("A3", f"`{key}` is absent or no text", name, f"add `{key}`")
+    if isinstance(submission.get("date"), str) and not _is_past_day(submission["date"]):
+        text = f"date `{submission['date']}` is not YYYY-MM-DD of a day up to today"
+        yield warn("A3", text, name, "write an ISO date")
+    for key in (*TOTAL_FIELDS, *CODE_FIELDS, "val_loss", "val_bpb_std"):
+        if isinstance(submission.get(key), str):
+            text = f"`{key}` is the text {submission[key]!r}: no number is compared with the logs"
+            yield warn("A3", text, name, "write a number")
+    yield from _check_declared_score(folder, name)
+
+
+def _is_past_day(text: str) -> bool:
+    """Whether a text begins with the ISO date of a day that has come."""
+    found = DATE.match(text)
+    try:
+        return found is not None and datetime.date.fromisoformat(found[0]) <= datetime.date.today()
+    except ValueError:  # no such day, as 31 February
+        return False
+
+
+def _check_declared_score(folder: Folder, name: str) -> Iterator[Finding]:
+    loss = number(folder.submission.get("val_loss"))
+    bpb = number(folder.submission.get("val_bpb"))
+    if bpb is None:
+        alias = next((key for key in SCORE_ALIASES if key in folder.submission), None)
+        found = f", found `{alias}`" if alias else ""
+        yield fail(
+            "A3", f"`val_bpb` is absent or no number{found}", name, "add `val_bpb`, the mean over the seeds"
+        )
+        return
+    if bpb <= 0 or not math.isfinite(bpb):
+        yield fail("A3", f"`val_bpb` {bpb} is no bits per byte", name, "write the mean over the seeds")
+        return
+    if loss is None:
+        return
+    if loss == bpb:
+        yield fail(
+            "A3", f"`val_loss` equals `val_bpb` ({bpb}): bits stored as loss", name, "nats per token go here"
+        )
+        return
+    implied = bytes_per_token(loss, bpb)
+    if (
+        not any(abs(implied / t.bytes_per_token - 1) < TOKENIZER_TOLERANCE for t in TOKENIZERS)
+        and not folder.ours
+    ):
+        yield warn(
+            "A3",
+            f"`val_loss` {loss} and `val_bpb` {bpb} imply {implied:.3f} bytes/token, no known tokenizer's",
+            name,
+            "check that both are of the same run and that `val_loss` is nats per token",
+        )
+
+
+def check_links(folder: Folder) -> Iterator[Finding]:
+    """A2: everything is in the folder, and was read."""
+    for path in folder.leaving_links:
+        where = path.relative_to(folder.path).as_posix()
+        yield fail(
+            "A2",
+            f"`{where}` is a link that leaves the folder, or leads nowhere",
+            where,
+            "add the file itself",
+        )
+    for path, reason in folder.unread:
+        where = path.relative_to(folder.path).as_posix()
+        yield fail(
+            "A2", f"`{where}` was not read to its end: {reason}", where, "leave out what is no log or script"
+        )
+    if folder.cut_off:
+        yield fail(
+            "A2",
+            f"more than {FILES_MAX:,} files, or folders more than {DEPTH_MAX} deep: not all was looked at",
+            folder.name,
+            "leave out what does not belong to the record",
+        )
+
+
+def check_closure(folder: Folder) -> Iterator[Finding]:
+    """A10: files beside the counted script that it names: they count (A9)."""
+    script = folder.script
+    if script is None:
+        return
+    for path in folder.closure:
+        name = path.relative_to(folder.path).as_posix()
+        yield contested(
+            "A10",
+            f"{name_of(script.path)} also reads {name} ({path.stat().st_size:,} bytes)",
+            name_of(script.path),
+            "all counted code lives in train_gpt.py; put it there, its bytes count",
+        )
+
+
+def check_large_files(folder: Folder) -> Iterator[Finding]:
+    """A10: large files of which the script's text does not tell whether a run reads them."""
+    known = {*folder.closure, *folder.scripts, *(log.path for log in folder.logs)}
+    for path in folder.files():
+        size = path.stat().st_size
+        name = path.relative_to(folder.path).as_posix()
+        if path in folder.models:
+            text = f"`{name}` has the bytes of a model in a log: taken for that, and not counted once more"
+        elif size > ASIDE_BYTES_MAX and path not in known and path.suffix.lower() not in PICTURE_SUFFIXES:
+            text = f"`{name}` ({size:,} bytes) is named nowhere: not decidable whether the script reads it"
+        else:
+            continue
+        yield warn("A10", text, name, "leave out what no run reads")
 
 
 def last_digit(value: float) -> float:
@@ -152,7 +367,7 @@ def check_seed_results(folder: Folder) -> Iterator[Finding]:
                 log, final = elsewhere
                 yield warn(
                     "C10",
-                    f"seed {seed}: `{key}` {value} is from another run's log than {run.log.path.name}",
+                    f"seed {seed}: `{key}` {value} is from another run's log than {name_of(run.log.path)}",
                     log.where(final.line),
                     "train and score in one run, or say why not",
                 )
@@ -242,7 +457,7 @@ def check_code_bytes(folder: Folder) -> Iterator[Finding]:
         if declared is None or declared in known:
             continue
         logged = f", the logs count {', '.join(f'{size:,}' for size in sorted(counted))}" if counted else ""
-        text = f"`{key}` {declared:,.0f}, but {folder.script.path.name} has {shipped:,} bytes{logged}"
+        text = f"`{key}` {declared:,.0f}, but {name_of(folder.script.path)} has {shipped:,} bytes{logged}"
         report = fail if declared < min(known) and not _is_rounded(declared, known) else warn
         yield report("A4", text, folder.submission_path.name, "declare the bytes of the code as shipped")
 
@@ -259,4 +474,17 @@ def _is_rounded(declared: float, known: set[int]) -> bool:
     return any(abs(declared - size) <= unit / 2 for size in known)
 
 
-CHECKS = (check_scores, check_spread, check_seed_results, check_bytes, check_code_bytes)
+RULES = (
+    check_name,
+    check_files,
+    check_links,
+    check_requirements,
+    check_submission,
+    check_scores,
+    check_spread,
+    check_seed_results,
+    check_bytes,
+    check_code_bytes,
+    check_closure,
+    check_large_files,
+)

@@ -1,7 +1,8 @@
-"""A4, A9, C2-C5: artifact bytes, the training and evaluation clocks, hardware, why training stopped."""
+"""A4, A9, C2-C5, C9: artifact bytes, clocks of training and evaluation, hardware, why learning stopped."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from tools.runs.folder import SUBMISSION, Folder, SeedRun
 from tools.runs.hardware import GPU_MODEL, compact
 from tools.runs.logs import EXACT, Point
+from tools.runs.reading import name_of
 from tools.runs.rules import (
     ARTIFACT_BYTES_MAX,
     ARTIFACT_SLACK_BYTES,
@@ -20,8 +22,12 @@ from tools.runs.rules import (
     TRAIN_SECONDS_MAX,
     is_record_gpu,
 )
-from tools.submit.check.findings import Finding, contested, fail, info, warn
+from tools.submit.findings import Finding, contested, fail, info, warn
 
+LOG_REMEDY = "ship the log as the script wrote it"
+PACE_MIN = 0.6  # of the mean step time: the last stretch of no public log is that fast
+BITS_PER_PARAMETER_MIN = 1.0  # fewer hold no model: the public binary ones have more
+LEARNING_SECONDS_LEFT = 0.1  # of the limit: an estimate of what the rest takes may be off by that
 HARDWARE_FIELDS = ("hardware", "gpu", "gpus", "platform")
 HARDWARE_CHARACTERS_MAX = 200
 
@@ -329,7 +335,7 @@ def check_hardware(folder: Folder) -> Iterator[Finding]:
             yield fail(
                 "C4",
                 f"ran on {', '.join(foreign)}, not {RECORD_GPU} (SXM)",
-                run.log.path.name,
+                name_of(run.log.path),
                 "file it as non-record",
             )
     declared = _declared_hardware(folder)
@@ -383,7 +389,7 @@ def check_declared_hardware(folder: Folder) -> Iterator[Finding]:
             yield fail(
                 "A4",
                 f"declares `{declared.text}`, but ran on {', '.join(sorted(set(run.log.gpus)))}",
-                run.log.path.name,
+                name_of(run.log.path),
                 "declare the hardware that ran",
             )
         world = run.log.settings.get("world_size")
@@ -405,16 +411,92 @@ def check_stop(folder: Folder) -> Iterator[Finding]:
         log = run.log
         limit = log.settings.get("iterations")
         if log.stop is None and limit and log.steps is not None and log.steps == limit.integer:
-            yield info("C5", f"stopped by the step limit {limit.value}, not by the clock", log.path.name)
+            yield info("C5", f"stopped by the step limit {limit.value}, not by the clock", name_of(log.path))
 
 
-CHECKS = (
+def check_clock(folder: Folder) -> Iterator[Finding]:
+    """C2: the training clock of a log runs forward, and its last steps are not much faster than all."""
+    for run in folder.seed_runs:
+        yield from _check_backwards(run)
+        timed = [point for point in run.log.train if point.time_ms is not None and point.step > 0]
+        stop = run.log.stop
+        if stop is None or not timed or stop.step <= timed[-1].step:
+            continue
+        last = timed[-1]
+        assert last.time_ms is not None
+        mean_ms = last.time_ms / last.step
+        pace_ms = (stop.train_seconds * 1e3 - last.time_ms) / (stop.step - last.step)
+        if pace_ms < PACE_MIN * mean_ms:
+            text = (f"{stop.step - last.step:,} steps after step {last.step:,} at {pace_ms:.1f} ms each, all"
+                    f" before at {mean_ms:.1f} ms")  # fmt: skip
+            yield warn("C2", text, run.log.where(stop.line), LOG_REMEDY)
+
+
+def _check_backwards(run: SeedRun) -> Iterator[Finding]:
+    """A training clock never runs backwards while steps go on, but for a run that began a new one."""
+    points = sorted((*run.log.train, *run.log.validation), key=lambda point: point.line)
+    timed = [(point, point.printed_ms) for point in points if point.printed_ms is not None]
+    backwards = []
+    for (before, earlier), (point, time) in itertools.pairwise(timed):
+        if time < earlier - 1.0:
+            backwards.append((before, earlier, point, time))
+    if not backwards:
+        return
+    going_on = [found for found in backwards if found[2].step > found[0].step]
+    before, earlier, point, time = (going_on or backwards)[0]
+    text = (f"the training clock runs backwards: {earlier:,.0f} ms at step {before.step:,}, then"
+            f" {time:,.0f} ms at step {point.step:,}; expected one that goes on")  # fmt: skip
+    report = warn
+    if len(going_on) > 1:  # a run that was resumed with a new clock has one such place
+        text += f", and it does so {len(going_on)} times"
+        report = fail
+    yield report("C2", text, run.log.where(point.line), "one log for each run, from its start")
+
+
+def check_learning(folder: Folder) -> Iterator[Finding]:
+    """C3: a score that went on without learning had no time left for it, by the numbers that it printed."""
+    for run in folder.seed_runs:
+        stopped = run.log.unlearned
+        if stopped is None:
+            continue
+        score = next((final for final in run.log.finals if final.label == stopped.name), None)
+        took = score.eval_seconds if score is not None else None
+        text = f"`{stopped.name}` stopped learning at {stopped.used_seconds:.1f} s"
+        where = run.log.where(stopped.line)
+        needed = stopped.used_seconds + stopped.needed_seconds
+        if needed <= stopped.limit_seconds:
+            text += f"; with what the rest needed that makes {needed:.1f} s of {stopped.limit_seconds:.1f} s"
+            yield warn("C3", text, where, LOG_REMEDY)
+        elif took is not None and took < stopped.limit_seconds * (1 - LEARNING_SECONDS_LEFT):
+            left = stopped.limit_seconds - took
+            text += f" and ended at {took:.1f} s: {left:.1f} s of {stopped.limit_seconds:.1f} s were left"
+            remedy = "say why documents were scored without learning while time was left"
+            yield warn("C3", text, where, remedy)
+
+
+def check_parameters(folder: Folder) -> Iterator[Finding]:
+    """C9: the parameters that a log counts fit into its model's bytes."""
+    for run in folder.seed_runs:
+        counted = run.log.settings.get("model_params")
+        model = run.log.model_bytes
+        if counted is None or not counted.integer or model is None:
+            continue
+        bits = 8 * model.bytes / counted.integer
+        if bits < BITS_PER_PARAMETER_MIN:
+            text = f"{counted.integer:,} parameters in {model.bytes:,} bytes are {bits:.2f} bits each"
+            yield warn("C9", text, run.log.where(counted.line), LOG_REMEDY)
+
+
+RULES = (
     check_artifact,
     check_totals,
     check_train_clock,
+    check_clock,
+    check_learning,
     check_steps,
     check_eval_clock,
     check_hardware,
     check_declared_hardware,
     check_stop,
+    check_parameters,
 )

@@ -1,4 +1,4 @@
-"""Folders that `pack` wrote: every file is the one packed, every number follows from the logs again."""
+"""A2-A6, A9, C2, C3 of folders that `pack` wrote: all is derived again, and scores are summed again."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from tools.runs.folder import (
     source_link,
 )
 from tools.runs.logs import decimals
-from tools.runs.runs import OTHER_CODE, Group, load_group, settings_in, settings_that_differ
+from tools.runs.runs import OTHER_CODE, Group, load_group, settings_in, settings_sha256, settings_that_differ
 from tools.runs.source import read_script, same_program
 from tools.submit import readme
-from tools.submit.check.budget import is_record
-from tools.submit.check.findings import Finding, fail, warn
+from tools.submit.findings import Finding, fail, warn
+from tools.submit.limits import is_record
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
 STARTS = PER_RUN_SETTINGS | SETTINGS_OF_A_START  # what no shipped script has for a default
@@ -60,8 +60,6 @@ REMEDY = "restore the packed file, or pack the runs again"
 
 def check_files(folder: Folder) -> Iterator[Finding]:
     """A2: no file was changed or removed since packing, and none was added."""
-    if not folder.ours:
-        return
     files = folder.submission.get("files")
     if not isinstance(files, dict) or not files:
         yield fail("A2", "`files` is missing: nothing says what was packed", SUBMISSION, REMEDY)
@@ -90,7 +88,7 @@ def _added_files(folder: Folder, known: set[str]) -> Iterator[Finding]:
 
 def check_code(folder: Folder) -> Iterator[Finding]:
     """A6: the shipped program is the one whose hash every run recorded, wrapped or not."""
-    if not folder.ours or folder.script is None:
+    if folder.script is None:
         return
     source = folder.script.raw
     if folder.readable is not None:
@@ -120,8 +118,6 @@ def check_code(folder: Folder) -> Iterator[Finding]:
 
 def check_config(folder: Folder) -> Iterator[Finding]:
     """A4: config.env, from which the command in README.md starts, holds the settings that every run had."""
-    if not folder.ours:
-        return
     if not folder.has(CONFIG):
         yield fail("A4", f"`{CONFIG}` is missing: no such run can be started again", CONFIG, REMEDY)
         return
@@ -152,7 +148,7 @@ def _declared_seeds(folder: Folder) -> list[int]:
     return [seed for seed in seeds if isinstance(seed, int)] if isinstance(seeds, list) else []
 
 
-def _evidence(folder: Folder) -> list[Evidence]:
+def evidence_of(folder: Folder) -> list[Evidence]:
     logs = {log.path.name: log for log in folder.logs if log.path.parent == folder.path}
     found = []
     for seed in _declared_seeds(folder):
@@ -163,29 +159,19 @@ def _evidence(folder: Folder) -> list[Evidence]:
     return found
 
 
-def check_seeds(folder: Folder) -> Iterator[Finding]:
-    """A5: one log and one summary per seed, each saying that seed."""
-    if not folder.ours:
-        return
-    found = {evidence.seed: evidence for evidence in _evidence(folder)}
+def check_summaries(folder: Folder) -> Iterator[Finding]:
+    """A4, A5: one log and one summary per seed, and both say the same of it."""
+    found = {evidence.seed: evidence for evidence in evidence_of(folder)}
     for seed in _declared_seeds(folder):
         if seed not in found:
             yield fail("A5", f"seed {seed} is declared, its log or summary is missing", SUBMISSION, REMEDY)
             continue
-        said = nested(found[seed].summary, "seed")
-        if said is not None and said != seed:
+        log, summary = found[seed].log, found[seed].summary
+        if nested(summary, "seed") not in (None, seed):
             name = SUMMARY_NAME.format(seed=seed)
-            yield fail("A5", f"{name} stands for seed {seed}, but says seed {said}", name, REMEDY)
-
-
-def check_summaries(folder: Folder) -> Iterator[Finding]:
-    """A4: each log's final lines are its summary's losses, its model bytes the artifact's."""
-    if not folder.ours:
-        return
-    for evidence in _evidence(folder):
-        yield from _check_losses(evidence)
-        log = evidence.log
-        summary = evidence.summary
+            text = f"{name} stands for seed {seed}, but says seed {nested(summary, 'seed')}"
+            yield fail("A5", text, name, REMEDY)
+        yield from _check_losses(found[seed])
         pairs = {
             "artifact bytes": (
                 nested(summary, "artifact", "bytes"),
@@ -193,14 +179,10 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
             ),
             "steps": (nested(summary, "steps"), log.steps_done),
         }
-        for name, (recorded, printed) in pairs.items():
+        for what, (recorded, printed) in pairs.items():
             if recorded is not None and printed is not None and recorded != printed:
-                yield fail(
-                    "A4",
-                    f"{name}: {printed:,} in the log, {recorded!r} in the summary",
-                    log.path.name,
-                    REMEDY,
-                )
+                text = f"{what}: {printed:,} in the log, {recorded!r} in the summary"
+                yield fail("A4", text, log.path.name, REMEDY)
 
 
 def _check_losses(evidence: Evidence) -> Iterator[Finding]:
@@ -232,9 +214,7 @@ def _check_losses(evidence: Evidence) -> Iterator[Finding]:
 
 def check_data(folder: Folder) -> Iterator[Finding]:
     """A4: manifest and tokenizer, where the folder holds them, are those that every run names."""
-    if not folder.ours:
-        return
-    for evidence in _evidence(folder):
+    for evidence in evidence_of(folder):
         hashes = mapping(evidence.summary, "data", "hashes")
         settings = mapping(evidence.summary, "config")
         tokenizer = PurePosixPath(str(settings.get("TOKENIZER_PATH", ""))).name
@@ -248,7 +228,7 @@ def check_data(folder: Folder) -> Iterator[Finding]:
 
 def check_derived(folder: Folder) -> Iterator[Finding]:
     """A4: submission.json and README.md are what logs and summaries give when derived again."""
-    if not folder.ours or folder.script is None:
+    if folder.script is None:
         return
     form = folder.submission.get("format", FORMAT)
     if form not in FORMATS:
@@ -256,52 +236,98 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
         remedy = "pack the runs again, or audit the folder with the tools of the commit that packed it"
         yield fail("A4", what, SUBMISSION, remedy)
         return
-    evidences = _evidence(folder)
+    evidences = evidence_of(folder)
     if not evidences:
         yield fail("A5", "`seeds` names no seed that has a log and a summary", SUBMISSION, REMEDY)
         return
     files = folder.submission.get("files")
-    files = files if isinstance(files, dict) else {}
     manifest = read_object(folder.file(MANIFEST)) if folder.has(MANIFEST) else None
-    data = data_facts(evidences[0].summary, manifest, folder.has(CASEOPS))
     try:
         report = read_object(folder.file(PROOF)) if folder.has(PROOF) else None
-        source = read_script(folder.readable) if folder.readable is not None else folder.script
-        proof = proof_facts(report, source.sha256)
-        size = folder.script.bytes
-        expected = submission(folder.submission, evidences, size, files, None, data, form, proof)
+        expected = submission(
+            folder.submission,
+            evidences,
+            folder.script.bytes,
+            files if isinstance(files, dict) else {},
+            None,
+            data_facts(evidences[0].summary, manifest, folder.has(CASEOPS)),
+            form,
+            proof_facts(report, _source_sha256(folder)),
+        )
     except RecordError as error:
         yield fail("C10", str(error), folder.name, REMEDY)
         return
-    expected["comparison"] = _expected_comparison(folder.submission, expected["seed_results"])
+    claimed = folder.submission.get("comparison")
+    if isinstance(claimed, dict):
+        bases = _baselines(folder, claimed.get("baseline"))
+        if not bases:
+            text = f"no folder `{claimed.get('baseline')}` in these records: its scores are only claimed"
+            yield warn("A4", text, SUBMISSION, "put the baseline's folder beside this one, and check it too")
+        expected["comparison"] = _comparison(claimed, expected["seed_results"], bases)
     for place, got, derived in _differences(folder.submission, expected):
         yield fail("A4", f"`{place}` is {got!r}, logs and summaries give {derived!r}", SUBMISSION, REMEDY)
     yield from _check_readme(folder, expected, {evidence.seed: evidence.summary for evidence in evidences})
 
 
-def check_baseline(folder: Folder) -> Iterator[Finding]:
-    """A4: the scores of the baseline are those of its folder, where the same records hold it."""
-    comparison = folder.submission.get("comparison")
-    if not folder.ours or not isinstance(comparison, dict):
+def _source_sha256(folder: Folder) -> str:
+    """Of the readable source, which was run and proved."""
+    source = read_script(folder.readable) if folder.readable is not None else folder.script
+    return source.sha256 if source is not None else ""
+
+
+def check_proof(folder: Folder) -> Iterator[Finding]:
+    """A4: the proof that was packed proved this script with these settings, and refuted nothing."""
+    report = read_object(folder.file(PROOF)) if folder.has(PROOF) else None
+    if report is None:
+        if folder.has(PROOF):
+            yield fail("A4", f"{PROOF} cannot be read", PROOF, REMEDY)
         return
-    name = comparison.get("baseline")
-    found = _baselines(folder, name)
-    for base in found:
-        pairs = (("baseline_val_bpb", base.scores("bpb")), ("baseline_val_loss", base.scores("loss")))
-        different = [key for key, scores in pairs if _numbers(comparison.get(key)) != scores]
-        if not different:
-            return
-    if not found:
-        text = f"no folder `{name}` in these records: the baseline's scores are only claimed"
-        yield warn("A4", text, SUBMISSION, "put the baseline's folder beside this one, and check it too")
-        return
-    yield fail(
-        "A4",
-        f"`comparison.baseline_val_bpb` is {comparison.get('baseline_val_bpb')!r}, the logs of `{name}` give"
-        f" {found[0].scores('bpb')!r} (losses: {found[0].scores('loss')!r})",
-        SUBMISSION,
-        REMEDY,
-    )
+    remedy = "prove the script of this record with its config.env: python -m tools prove SCRIPT --config FILE"
+    replays = report.get("replays")
+    replays = replays if isinstance(replays, list) else []
+    # A record may have replays alone: then there is no verdict on the script.
+    verdicts = [*replays, report] if "status" in report or not replays else replays
+    settings = settings_sha256(dict(line.split("=", 1) for line in settings_in(folder.text(CONFIG))))
+    code = _source_sha256(folder)
+    artifacts = [nested(summary, "artifact", "sha256") for summary in folder.summaries.values()]
+    for verdict in verdicts:
+        said = verdict if isinstance(verdict, dict) else {}
+        if said.get("status") != 0:
+            text = f"the proof ended with status {said.get('status')!r}: {said.get('verdict')}"
+            yield fail("A4", text, PROOF, remedy)
+        if said is not report and said.get("sha256") != code:  # what `proof_facts` asks of the report itself
+            yield fail("A4", f"the proof is of a script with sha256 {said.get('sha256')}", PROOF, remedy)
+        if "artifact_sha256" in said and said["artifact_sha256"] not in artifacts:
+            yield fail(
+                "A4", f"a replay is of an artifact {said['artifact_sha256']}, of no seed", PROOF, remedy
+            )
+        if "settings_sha256" not in said:
+            text = "the proof does not say which settings it had: it may be one of others"
+            yield warn("A4", text, PROOF, remedy)
+        elif said["settings_sha256"] != settings:
+            yield fail("A4", f"the proof had other settings than {CONFIG}", PROOF, remedy)
+    findings = report.get("findings")
+    for finding in findings if isinstance(findings, list) else []:
+        if isinstance(finding, dict) and finding.get("level") == "FAIL":
+            text = f"the proof has a FAIL: {finding.get('check')} {finding.get('text')}"
+            yield fail("A4", text, PROOF, remedy)
+
+
+def _comparison(
+    claimed: Mapping[str, Any], results: Mapping[str, Any], bases: list[Group]
+) -> dict[str, Any] | None:
+    """The comparison with the baseline's scores as its folder has them; without it, as they are claimed."""
+    of_bases = [(base.scores("bpb"), base.scores("loss")) for base in bases]
+    scores = _numbers(claimed.get("baseline_val_bpb")), _numbers(claimed.get("baseline_val_loss"))
+    if of_bases and scores not in of_bases:
+        scores = of_bases[0]
+    if not all(scores):
+        return None
+    derived = compare_with(str(claimed.get("baseline")), results, *scores)
+    settings = claimed.get("settings")
+    if isinstance(settings, list):  # of the baseline, which may not be here
+        derived["settings"] = [row for row in settings if isinstance(row, list)]
+    return derived
 
 
 def _baselines(folder: Folder, name: Any) -> list[Group]:
@@ -317,21 +343,6 @@ def _baselines(folder: Folder, name: Any) -> list[Group]:
             with contextlib.suppress(RecordError):  # no record: nothing to compare with
                 found.append(load_group(path))
     return found
-
-
-def _expected_comparison(claimed: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any] | None:
-    comparison = claimed.get("comparison")
-    if not isinstance(comparison, dict):
-        return None
-    bpbs = _numbers(comparison.get("baseline_val_bpb"))
-    losses = _numbers(comparison.get("baseline_val_loss"))
-    if not (bpbs and losses):
-        return None
-    derived = compare_with(str(comparison.get("baseline")), results, bpbs, losses)
-    settings = comparison.get("settings")
-    if isinstance(settings, list):  # of the baseline, which may not be here
-        derived["settings"] = [row for row in settings if isinstance(row, list)]
-    return derived
 
 
 def _numbers(value: Any) -> list[float]:
@@ -390,14 +401,13 @@ def check_limits(folder: Folder) -> Iterator[Finding]:
                 )
 
 
-CHECKS = (
-    check_limits,
+RULES = (
     check_files,
     check_code,
     check_config,
-    check_seeds,
     check_summaries,
     check_data,
     check_derived,
-    check_baseline,
+    check_proof,
+    check_limits,
 )
