@@ -431,7 +431,9 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
     assert submission["proof"] == {
         "verdict": "proven", "score_first": "proven", "no_network": "not proven", "replayed_runs": 0}
     assert submission["technique_summary"] == "layers 3 to 5 run 2 more times"
-    assert submission["attribution"]["MUON_WD EMBED_WD ADAM_WD"].startswith("changed here; PRs #1218")
+    decays = submission["attribution"]["MUON_WD EMBED_WD ADAM_WD"]
+    assert decays.startswith("changed from ") and "MUON_WD=" in decays and "#1218" in decays
+    assert not any("](" in source for source in submission["attribution"].values()), "links lead nowhere"
     assert ["MUON_WD", "–", "0.5"] in submission["comparison"]["settings"]
     page = (folder / "README.md").read_text()
     for told in ("## Compliance", "no network: not proven", "| MUON_WD | – | 0.5 |",

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from tools import REPO
 
 SOURCES = REPO / "configs" / "README.md"  # its table has a row for settings of one origin
-ROW = re.compile(r"^\| (?P<settings>`[A-Z][A-Z0-9_]*=[^|]*) \| (?P<source>[^|]*#\d[^|]*) \|", re.MULTILINE)
+ROW = re.compile(r"^\| (?P<settings>`[A-Z][A-Z0-9_]*=[^|]*) \| (?P<source>[^|]*) \|", re.MULTILINE)
+PUBLISHED = re.compile(r"#\d|arXiv")  # a pull request of the challenge, or a paper
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")  # it would lead nowhere from a record's folder
 PAIR = re.compile(r"`([A-Z][A-Z0-9_]*)=([^`]*)`")
 OFF = {"", "0", "0.0", "-1"}
 # A setting that is off leaves its part out; the first part has none.
@@ -41,18 +43,19 @@ def technique_summary(config: Mapping[str, str]) -> str:
 
 
 def attribution(config: Mapping[str, str]) -> dict[str, str]:
-    """Where the run's settings come from, by their names, for those that a published pull request gave.
+    """Where the run's settings come from, by their names, for those with a published source.
 
-    What the run has changed is said, beside the value that the source has.
+    If the run has other values, those of the source come first.
     """
     found = {}
     for row in ROW.finditer(SOURCES.read_text(encoding="utf-8")):
         pairs = PAIR.findall(row["settings"])
-        if row["source"].startswith("off") or not all(name in config for name, _ in pairs):
+        source = LINK.sub(r"\1", row["source"]).strip()
+        is_published = PUBLISHED.search(source) and not source.startswith("off")
+        if not is_published or not all(name in config for name, _ in pairs):
             continue
         changed = [f"{name}={value}" for name, value in pairs if config[name] != value]
-        source = row["source"].strip()
         if changed:
-            source = f"changed here; {source} has {' '.join(changed)}"
+            source = f"changed from {' '.join(changed)}: {source}"
         found[" ".join(name for name, _ in pairs)] = source
     return found
