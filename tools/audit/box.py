@@ -275,7 +275,8 @@ def warm_up(script: Any, path: Path) -> None:
     import torch._dynamo
     import torch.distributed
 
-    os.fsync = lambda _: None  # nothing here must outlive a crash, and disks are slow
+    # Nothing here must outlive a crash, and disks are slow.
+    os.fsync = lambda _: None  # type: ignore[assignment]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if hasattr(script, "shipped_code"):
         script.shipped_code = functools.cache(script.shipped_code)
