@@ -74,7 +74,7 @@ def test_other_names_are_legal_but_for_those_that_an_audit_asks_for(tmp_path: Pa
     for name in ("evaluate", "build_model", "Run", "score_ttt", "shipped_code"):
         source = re.sub(rf"\b{name}\b", f"{name}_renamed", source)
     script.write_text(source)
-    assert "proven" in tool("prove", script, "--only", "documents,counts")
+    assert "not refuted by documents, counts" in tool("prove", script, "--only", "documents,counts")
     script.write_text(re.sub(r"\bLedger\b", "Scores", source))
     assert "it has no Ledger" in tool("prove", script, status=2)
 

@@ -423,7 +423,7 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
     proof.write_text(json.dumps({**report, "sha256": "0" * 64}))
     assert "the proof is of a script" in refusal(run, "--proof", proof)
     proof.write_text(json.dumps({**report, "status": 1, "verdict": "refuted: kraft"}))
-    assert "refuted: kraft; only a proof" in refusal(run, "--proof", proof)
+    assert "refuted: kraft; only a whole proof" in refusal(run, "--proof", proof)
     proof.write_text(json.dumps(report))
     other = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, source="x = 1\n" * 9), name="Base")
     folder = pack(tmp_path / "records", [run], "--proof", str(proof), "--baseline", str(other))

@@ -21,6 +21,7 @@ class Verdict:
     """What an audit has found out, as it is printed and stored."""
 
     subject: dict[str, Any]  # what was audited, by hashes
+    only: list[str] = field(default_factory=list)  # the laws that were asked; none: all
     walls: str = ""
     passed: list[dict[str, str]] = field(default_factory=list)
     refuted: str = ""
@@ -41,12 +42,13 @@ class Verdict:
             return f"refuted: {self.refuted}"
         if self.status == NOT_CHECKED:
             return f"not checked: {self.not_checked or 'nothing was asked'}"
-        return "proven: nothing refuted it"
+        return f"not refuted by {', '.join(self.only)}" if self.only else "proven: nothing refuted it"
 
     def as_json(self) -> dict[str, Any]:
         """For a file."""
-        return {**self.subject, "status": self.status, "verdict": str(self), "walls": self.walls,
-                "passed": self.passed, "not_run": self.not_run, "largest": self.largest}  # fmt: skip
+        return {**self.subject, "only": self.only, "status": self.status, "verdict": str(self),
+                "walls": self.walls, "passed": self.passed, "not_run": self.not_run,
+                "largest": self.largest}  # fmt: skip
 
 
 def hash_of_settings(settings: Mapping[str, str]) -> str:

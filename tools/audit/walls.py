@@ -36,9 +36,11 @@ FROM_US = ("PATH", "LANG", "ATEN_CPU_CAPABILITY")  # of the environment; the las
 def environment(home: Path, threads: int = 1) -> dict[str, str]:
     """Of a script's process: no GPU, a home of its own, and nothing else of yours."""
     kept = {name: os.environ[name] for name in FROM_US if name in os.environ}
+    if sys.platform.startswith("linux"):
+        kept["GLOO_SOCKET_IFNAME"] = "lo"
     return kept | {
         "PYTHONPATH": str(REPO), "HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": str(threads),
-        "GOMP_SPINCOUNT": "0", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
+        "GOMP_SPINCOUNT": "0", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
 
 

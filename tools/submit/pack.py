@@ -200,8 +200,8 @@ def proof_of(path: Path | None, sha256: str) -> dict[str, Any] | None:
     except RecordError as error:
         raise RecordError(f"--proof: {error}; python -m tools prove SCRIPT --json writes one") from error
     proof_facts(report, sha256)
-    if report.get("status") != 0:
-        raise RecordError(f"--proof {path}: {report.get('verdict')}; only a proof with status 0 is packed")
+    if report.get("status") != 0 or report.get("only"):
+        raise RecordError(f"--proof {path}: {report.get('verdict')}; only a whole proof of status 0 counts")
     return report
 
 
