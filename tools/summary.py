@@ -24,6 +24,7 @@ from tools.runs import script
 from tools.runs.derive import validation_set
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
+from tools.runs.reading import path_of
 from tools.runs.rules import OWN, VALIDATION_BYTES, VALIDATION_BYTES_TOLERANCE
 from tools.runs.runs import SUMMARY, RunDirectory
 from tools.runs.writing import print_json
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise RecordError(
-            f"{directory.path / SUMMARY} is not what a finished run writes ({what}): it was edited or damaged"
+            f"{path_of(directory.path / SUMMARY)} is not what a finished run writes ({what}): it was edited or damaged"
         ) from error
     if args.json:
         print_json({"run": directory.run_id, "bits_per_byte": scores, "plain": plain})
@@ -89,7 +90,7 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
     found.append(f"training: {counts} in {seconds:.1f} s{speed}{scoring}")
     kept = [name for name in ("log.txt", "metrics.jsonl", "model.bin") if (directory.path / name).is_file()]
     drawn = sorted(path.name for path in directory.path.glob("plot.*"))
-    found.append(f"files: {directory.path}: {', '.join([*kept, *drawn])}")
+    found.append(f"files: {path_of(directory.path)}: {', '.join([*kept, *drawn])}")
     artifact = shlex.quote(str(directory.path / "model.bin"))
     found.append(f"again: EVAL_ONLY={artifact} {python_command()} train_gpt.py")
     return found

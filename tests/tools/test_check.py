@@ -912,3 +912,14 @@ MANY = pytest.param(2_000, 0, marks=[pytest.mark.slow, pytest.mark.timeout(3600)
 def test_damaged_folders_are_judged(cases: int, seed: int) -> None:
     outcome = damage.run_cases(cases, seed)
     assert outcome.cases == cases and outcome.errors == []
+
+
+def test_names_of_runs_are_one_line(tmp_path: Path, tool: Tool) -> None:
+    run = make_run(tmp_path / "runs" / "a\nFAKED  finished\u202e", 1)
+    other = make_run(tmp_path / "runs" / "b", 2)
+    for verb, *paths in (("runs", tmp_path / "runs"), ("diff", run, other), ("plot", run)):
+        shown = tool(verb, *paths)
+        assert "\u202e" not in shown and "a\\nFAKED  finished\\u202e" in shown, verb
+    (run / "summary.json").unlink()
+    for verb, *paths in (("pack", run, "--name", "N"), ("summary", run)):
+        assert "\nFAKED" not in tool(verb, *paths, status=2), verb

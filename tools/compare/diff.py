@@ -17,6 +17,7 @@ from tools.runs.derive import mapping, nested, validation_set
 from tools.runs.errors import RecordError
 from tools.runs.folder import number
 from tools.runs.logs import EXACT, STAGES
+from tools.runs.reading import one_line
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P, OFFICIAL
 from tools.runs.runs import Group, Run, load_group, scores
 from tools.runs.script import Config
@@ -415,10 +416,10 @@ def text(found: Difference, show_code: bool) -> str:
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns; empty text without rows."""
+    """Left-aligned columns, each row on one line; empty text without rows."""
     if not rows:
         return ""
-    lines = [header, *rows]
+    lines = [[one_line(cell) for cell in line] for line in (header, *rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     padded = []
     for line in lines:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from tools.runs.errors import RecordError
+from tools.runs.reading import path_of
 from tools.runs.runs import Event, RunDirectory
 
 NO_VALUES = {"event", "step"}  # of an event; the other numbers are values
@@ -38,13 +39,14 @@ def run(args: argparse.Namespace) -> int:
         directory = RunDirectory(path)
         steps = values_by_step(directory.events)
         if not steps:
-            raise RecordError(f"{path}: metrics.jsonl has no step yet; wait for the run, or name another")
+            place = path_of(path)
+            raise RecordError(f"{place}: metrics.jsonl has no step yet; wait for the run, or name another")
         folder = (args.out / path.resolve().name if args.out else path) / args.to
         for place in (folder, folder / args.to):  # wandb makes one in the other
             if place.is_symlink():  # the run may be somebody else's
                 raise RecordError(f"{place} is a link, and is not followed; name another place with --out")
         write(module, folder, steps, directory, args.project)
-        print(f"{folder}: {len(steps)} steps of {path}")
+        print(f"{path_of(folder)}: {len(steps)} steps of {path_of(path)}")
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tools.compare import curves
 from tools.runs.errors import RecordError
 from tools.runs.logs import EXACT
+from tools.runs.reading import path_of
 from tools.runs.runs import LOG, SUMMARY, Run, load_group, output_path
 from tools.runs.writing import figure_path, print_json, pyplot_without_display, write_figure
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"file": str(out), "runs": statistics_of_runs})
         return 0
-    print(out)
+    print(path_of(out))
     for found in statistics_of_runs:
         slow = [f"{count} slow step{'s' if count > 1 else ''}, {CAUSES[cause]}"
                 for cause, count in found["slow"].items()]  # fmt: skip
@@ -76,7 +77,8 @@ def follow(paths: Sequence[Path], out: Path, seconds: float) -> None:
         try:
             runs = load_runs(paths)
             draw(runs, out)
-            print(f"{out}: {'; '.join(f'{found.name}: {result_of(found)}' for found in runs)}", flush=True)
+            results = "; ".join(f"{found.name}: {result_of(found)}" for found in runs)
+            print(f"{path_of(out)}: {results}", flush=True)
         except RecordError as error:
             print(f"nothing to draw yet: {error}", flush=True)
         time.sleep(seconds)

@@ -487,9 +487,9 @@ def required_object(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path)
     except ValueError as error:
-        raise RecordError(f"{path} cannot be read: {error}") from error
+        raise RecordError(f"{path_of(path)} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise RecordError(f"{path} holds {JSON_WORDS[type(value)]}, expected a JSON object")
+        raise RecordError(f"{path_of(path)} holds {JSON_WORDS[type(value)]}, expected a JSON object")
     return value
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tools.runs.reading import encoding_of, name_of
+from tools.runs.reading import as_text, name_of
 
 LOG_BYTES_MAX = 16 * 2**20  # of a file; the rest is left unread
 LINES_MAX = 100_000  # of a log
@@ -428,7 +428,7 @@ def read_log(path: Path) -> RunLog:
     with path.open("rb") as file:
         data = file.read(LOG_BYTES_MAX)
         whole = not file.read(1)
-    log = _parse(io.TextIOWrapper(io.BytesIO(data), encoding=encoding_of(data), errors="replace"), path)
+    log = parse_log(as_text(data), path)
     if not whole:
         log.unread = f"it has {path.stat().st_size:,} bytes, the first {LOG_BYTES_MAX:,} were read"
     return log
@@ -436,12 +436,8 @@ def read_log(path: Path) -> RunLog:
 
 def parse_log(text: str, path: Path) -> RunLog:
     """Parse the text of a log; `path` is only remembered."""
-    return _parse(io.StringIO(text, newline=None), path)
-
-
-def _parse(stream: Iterable[str], path: Path) -> RunLog:
     log = RunLog(path=path)
-    taken = itertools.islice(stream, LINES_MAX + 1)
+    taken = itertools.islice(io.StringIO(text, newline=None), LINES_MAX + 1)
     lines = without_prefixes([ESCAPES.sub("", line.rstrip("\n")) for line in taken])
     if len(lines) > LINES_MAX:
         lines.pop()

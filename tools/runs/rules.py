@@ -19,7 +19,6 @@ RECORD_TEXT = ("author", "github_id", "blurb")  # keys of submission.json that a
 
 VALIDATION_BYTES = 151_080_891  # normalised text of the 50,000 validation documents (#1804)
 VALIDATION_BYTES_TOLERANCE = 5e-4  # whole windows drop part of the tail; 146 merged logs stay inside
-VALIDATION_DOCUMENTS = 50_000
 
 OFFICIAL = "official"  # what a run calls the challenge's validation set,
 OWN = "your own"  # and any other text

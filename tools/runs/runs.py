@@ -65,7 +65,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         if not is_own(path / LOG):
-            raise RecordError(f"{path} is no run directory: it has no {LOG}; give runs/<RUN_ID>")
+            raise RecordError(f"{path_of(path)} is no run directory: it has no {LOG}; give runs/<RUN_ID>")
         self.path = path
 
     @cached_property
@@ -76,7 +76,7 @@ class RunDirectory:
     def summary(self) -> dict[str, Any]:
         path = self.path / SUMMARY
         if not is_own(path):
-            raise RecordError(f"{path} is missing or is a link; resume the run, or run it again")
+            raise RecordError(f"{path_of(path)} is missing or is a link; resume the run, or run it again")
         return required_object(path)
 
     @property
@@ -93,7 +93,7 @@ class RunDirectory:
         """KEY=VALUE lines of config.env, comments and blank lines left out."""
         path = self.path / CONFIG
         if not is_own(path):
-            raise RecordError(f"{path} is missing: the run directory is not complete")
+            raise RecordError(f"{path_of(path)} is missing: the run directory is not complete")
         return settings_lines(path)
 
     @cached_property
@@ -104,7 +104,7 @@ class RunDirectory:
     def script(self) -> Script:
         path = self.path / SCRIPT
         if not is_own(path):
-            raise RecordError(f"{path} is missing: the run directory does not hold the source that ran")
+            raise RecordError(f"{path_of(path)} is missing: the run directory has no source that ran")
         return read_script(path)
 
     @cached_property

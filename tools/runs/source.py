@@ -26,8 +26,6 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 
-from tools.runs.reading import name_of
-
 SCRIPT_BYTES_MAX = 2**20  # of a file; a larger one is not read
 UNWRAPPED_BYTES_MAX = 2**20  # more than any script; a longer payload is refused, not expanded
 PARSED_CHARACTERS_MAX = 500_000  # a syntax tree takes up to a kilobyte per character
@@ -92,9 +90,6 @@ class Script:
             return dict(ast.literal_eval(found[1].decode("ascii"))) if found else None
         except (SyntaxError, TypeError, ValueError):  # the latter is UnicodeDecodeError's base
             return {}
-
-    def where(self, line: int) -> str:
-        return f"{name_of(self.path)}{' (unwrapped)' if self.wrapped else ''}:{line}"
 
 
 def parsed(text: str) -> ast.Module:
