@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
         raise RecordError(str(error)) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
+        place = path_of(directory.path / SUMMARY)
         raise RecordError(
-            f"{path_of(directory.path / SUMMARY)} is not what a finished run writes ({what}): it was edited or damaged"
+            f"{place} is not what a finished run writes ({what}): it was edited or damaged"
         ) from error
     if args.json:
         print_json({"run": directory.run_id, "bits_per_byte": scores, "plain": plain})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tools.runs.folder import SUBMISSION, Folder, SeedRun
 from tools.runs.hardware import GPU_MODEL, compact
-from tools.runs.logs import EXACT, Point
+from tools.runs.logs import EXACT, Final, Point
 from tools.runs.reading import name_of
 from tools.runs.rules import (
     ARTIFACT_BYTES_MAX,
@@ -453,6 +453,29 @@ def _check_backwards(run: SeedRun) -> Iterator[Finding]:
     yield report("C2", text, run.log.where(point.line), "one log for each run, from its start")
 
 
+def check_learned_tokens(folder: Folder) -> Iterator[Finding]:
+    """C3: from one text all seeds learn alike, but for those that say that their time was up."""
+    most: dict[str, Final] = {}
+    finals = [(run, final) for run in folder.seed_runs for final in run.log.finals]
+    for _, final in finals:
+        if final.learned_tokens is not None:
+            most[final.label] = max(
+                most.get(final.label, final), final, key=lambda one: one.learned_tokens or 0
+            )
+    for run, final in finals:
+        learned, expected = final.learned_tokens, most.get(final.label)
+        if learned is None or expected is None or run.log.unlearned is not None:
+            continue
+        if learned != expected.learned_tokens:
+            yield warn(
+                "C3",
+                f"`{final.label}` learned from {learned:,} targets, in another seed from"
+                f" {expected.learned_tokens:,}, and no line says that its time was up",
+                run.log.where(final.line),
+                "say why documents were scored without learning",
+            )
+
+
 def check_learning(folder: Folder) -> Iterator[Finding]:
     """C3: a score that went on without learning had no time left for it, by the numbers that it printed."""
     for run in folder.seed_runs:
@@ -493,6 +516,7 @@ RULES = (
     check_train_clock,
     check_clock,
     check_learning,
+    check_learned_tokens,
     check_steps,
     check_eval_clock,
     check_hardware,

@@ -208,13 +208,11 @@ def _facts(first: RunLog, second: RunLog) -> dict[str, tuple[Located, Located]]:
     """What both logs say of the text of their scores, by what it is."""
     facts = {}
     others = {final.label: final for final in second.finals}
-    learned_all = first.unlearned is None and second.unlearned is None
     for final in first.finals:
         other = others.get(final.label)
         if other is None:
             continue
-        counts = ["scored_tokens", "val_bytes"] + ["learned_tokens"] * learned_all
-        for name in counts:
+        for name in ("scored_tokens", "val_bytes"):
             one, two = getattr(final, name), getattr(other, name)
             if one is not None and two is not None:
                 facts[f"{name} of `{final.label}`"] = (
