@@ -327,7 +327,10 @@ def _expected_comparison(claimed: Mapping[str, Any], results: Mapping[str, Any])
     losses = _numbers(comparison.get("baseline_val_loss"))
     if not (bpbs and losses):
         return None
-    derived = compare_with(str(comparison.get("baseline")), results, bpbs, losses)
+    seeds = [int(seed) for seed in _numbers(comparison.get("baseline_seeds"))]
+    if len(seeds) != len(bpbs):
+        seeds = []
+    derived = compare_with(str(comparison.get("baseline")), results, bpbs, losses, seeds)
     settings = comparison.get("settings")
     if isinstance(settings, list):  # of the baseline, which may not be here
         derived["settings"] = [row for row in settings if isinstance(row, list)]
