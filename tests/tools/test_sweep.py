@@ -191,7 +191,7 @@ def test_a_folder_that_is_named_holds_the_runs_beside_others(
 @pytest.mark.parametrize(("before", "after", "message"), [
     ("low: ", "low: MATRIX_LRR=1 ", "did you mean MATRIX_LR?"),
     ("low: MATRIX_LR=0.02", "low: MATRIX_LR=x", "row low: MATRIX_LR='x'"),
-    ("low: ", "low: SEED=4 ", "the sweep sets it"),
+    ("low: ", "low: SEED=4 ", "is set for each run by itself"),
     ("low: ", "base: ", "a name that is there already"),
     ("low: ", "low ", "is not NAME: SETTING=VALUE"),
     ("low: ", "low: of=high ", "expected the name of a row above it: base"),
@@ -226,7 +226,7 @@ def test_an_artifact_of_the_script_is_scored_again(
 ) -> None:
     """By the real script, where torch is loaded already."""
 
-    def forked(command: Sequence[str], variables: dict[str, str]) -> int:
+    def forked(command: Sequence[str], variables: dict[str, str], _quiet: bool = False) -> int:
         return Started({**os.environ, **variables}, (), tmp_path, "", Path(command[-1])).wait().status
 
     monkeypatch.setattr(driver, "start", forked)

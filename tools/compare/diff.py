@@ -333,7 +333,7 @@ def _significance(change: Difference) -> str:
         alike = "The differences of all seeds are alike, so there is no p."
         return f"That {change.in_words()}." if change.interval is None else alike
     verdict = "That is significant" if change.p < SIGNIFICANT_P else "That is not significant"
-    return f"{verdict} ({p_text(change.p)}, two-sided {change.test}, {change.seeds_in_words})."
+    return f"{verdict} ({p_text(change.p)}, {change.test_in_words})."
 
 
 def verdict_lines(found: Sides) -> list[str]:

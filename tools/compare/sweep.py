@@ -31,7 +31,7 @@ from statistics import fmean
 
 from tools.compare import overview
 from tools.compare.diff import columns
-from tools.compare.driver import directory_of, run_once, scores_of, version_of
+from tools.compare.driver import directory_of, locked, run_once, scores_of, version_of
 from tools.compare.rows import Row, Sweep, read_sweep
 from tools.runs.logs import STAGES
 from tools.runs.runs import LOG
@@ -55,12 +55,11 @@ def run(args: argparse.Namespace) -> int:
     sweep = read_sweep(args.file)
     folder = args.folder or args.runs / sweep.name
     if not args.table:
-        for seed in sweep.seeds:
-            for row in sweep.rows.values():
-                failed = run_once(row, seed, folder)
-                if failed:
-                    print(f"tools sweep: {failed}; the runs behind it were not started", file=sys.stderr)
-                    return 1
+        with locked(folder, sweep.name):
+            failed = run_all(sweep, folder)
+        if failed:
+            print(f"tools sweep: {failed}; the runs behind it were not started", file=sys.stderr)
+            return 1
     directories = [directory_of(folder, row, seed) for row in sweep.rows for seed in sweep.seeds]
     begun = [path for path in directories if (path / LOG).is_file()]
     if begun:
@@ -70,6 +69,16 @@ def run(args: argparse.Namespace) -> int:
     for warning in mixed_versions(sweep, folder):
         print(warning)
     return 0
+
+
+def run_all(sweep: Sweep, folder: Path) -> str:
+    """Run the rows in turns, seed by seed. Returns why it ended early; empty text if all is well."""
+    for seed in sweep.seeds:
+        for row in sweep.rows.values():
+            failed = run_once(row, seed, folder)
+            if failed:
+                return failed
+    return ""
 
 
 def differences(sweep: Sweep, folder: Path) -> str:

@@ -59,13 +59,18 @@ class Difference:
         counted = f"{self.seeds_new} seed{'s' if self.seeds_new > 1 else ''}"
         return counted if self.test == PAIRED else f"{counted} against {self.seeds_base}"
 
+    @property
+    def test_in_words(self) -> str:
+        """The test with its sides and seeds."""
+        return f"two-sided {self.test}, {self.seeds_in_words}"
+
     def in_words(self) -> str:
         """Interval, p, the test and its seeds, in words."""
         if self.interval is None:
             return f"cannot be tested: {self.seeds_in_words}"
         low, high = self.interval
         p = "no p, as the differences are all alike" if self.p is None else p_text(self.p)
-        return f"95% interval {low:+.6f} to {high:+.6f}, {p} (two-sided {self.test}, {self.seeds_in_words})"
+        return f"95% interval {low:+.6f} to {high:+.6f}, {p} ({self.test_in_words})"
 
 
 def paired(new: Mapping[Seed, float], base: Mapping[Seed, float]) -> Difference | None:
