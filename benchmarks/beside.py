@@ -59,7 +59,7 @@ from benchmarks.turns import Turns, endless  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
 from data import sample  # noqa: E402
 from data.files import escape_unprintable  # noqa: E402
-from tools.compare.paired import paired  # noqa: E402
+from tools.runs.stats import paired  # noqa: E402
 from tools.runs.writing import write_text  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
 

@@ -34,7 +34,7 @@ import train_gpt  # noqa: E402
 from benchmarks.conditions import conditions, described  # noqa: E402
 from data import sample  # noqa: E402
 from data.files import escape_unprintable  # noqa: E402
-from tools.compare.paired import paired  # noqa: E402
+from tools.runs.stats import paired  # noqa: E402
 from train_gpt import GPT, Config, Machine  # noqa: E402
 
 ARMS = {

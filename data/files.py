@@ -91,10 +91,11 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold `path` as a lock, so that two commands do not write the same dataset. DataError when it is held.
+def exclusive(path: Path) -> Iterator[int]:
+    """Hold `path` as a lock, so that two commands do not write to one folder. DataError when it is held.
 
-    The system lets go of it when the process ends, however it ends.
+    The system lets go of it when the process ends, however it ends, and so have all that have inherited the
+    descriptor, which this yields.
     """
     import fcntl  # absent on Windows, where only these tools, not the sample, go without
 
@@ -107,7 +108,7 @@ def exclusive(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise DataError(f"{path}: another command is writing to {path.parent}; wait for it") from error
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 

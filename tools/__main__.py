@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "prove": ("tools.audit.audit", "try to refute a score by experiments on the script"),
     "diff": ("tools.compare.diff", "compare two runs or folders: settings, code, metrics, losses"),
     "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),
+    "try": ("tools.compare.trial", "is a change better? trains base and change in pairs until it can say"),
     "sweep": ("tools.compare.sweep", "run settings x seeds from one file, and compare them in pairs"),
     "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
     "export": ("tools.compare.export", "write a run's steps for TensorBoard or wandb"),

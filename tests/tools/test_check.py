@@ -316,7 +316,8 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> Non
     value = submission(compared)
     bpbs = [score + 0.1 for score in value["comparison"]["baseline_val_bpb"]]
     name, losses = value["comparison"]["baseline"], value["comparison"]["baseline_val_loss"]
-    value = submission(compared, comparison=compare_with(name, value["seed_results"], bpbs, losses))
+    seeds = value["comparison"]["baseline_seeds"]
+    value = submission(compared, comparison=compare_with(name, value["seed_results"], bpbs, losses, seeds))
     page = readme.render(value, Folder(compared).summaries, READABLE, baked=False)
     (compared / "README.md").write_text(page)
     found = fails(compared)

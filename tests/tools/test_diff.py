@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from scipy import stats
 
 from tests.support.ancestors import load_ancestors
 from tests.support.runs import SOURCE, STEPS, make_run, make_runs, pack
@@ -14,7 +15,7 @@ from tests.tools.conftest import Tool
 from tools.runs.folder import Folder
 from tools.runs.script import Config
 from tools.runs.settings import changed_settings, in_our_names
-from tools.runs.stats import compare, deviation, paired_lower, welch_lower
+from tools.runs.stats import PAIRED, WELCH, compare, deviation, difference, of_pairs, welch_lower
 
 # Seed results of public records, by pull request (bits per byte).
 PUBLISHED = {
@@ -35,22 +36,51 @@ def test_published_p_values_and_margins() -> None:
         assert test is not None and round(test.p, 3) == p
     # One seed is no test, nor are seeds without spread; and a log may hold anything.
     assert welch_lower([1.0], [1.1, 1.2]) is None and deviation([1.0]) is None
-    assert welch_lower([1.0, 1.0], [1.1, 1.1]) is None and paired_lower([(1.0, 1.5), (2.0, 2.5)]) is None
+    assert welch_lower([1.0, 1.0], [1.1, 1.1]) is None and of_pairs([-0.5, -0.5]).p is None
     assert math.isnan(deviation([math.inf, 1.0]) or 0.0)
-    paired = paired_lower([(1.0, 1.1), (1.0, 1.2), (1.0, 1.4)])
-    assert paired is not None and (paired.df, round(paired.p, 4)) == (2, 0.059)
     scale = 1.88976776 / 1.11922988  # nats per token of one bit per byte, sp1024
     new, base = ([value * scale for value in PUBLISHED[pull]] for pull in (1019, 549))
     verdict = compare(PUBLISHED[1019], PUBLISHED[549], new, base)
     assert verdict.margin is not None and round(verdict.margin.p, 4) == 0.0095
     assert verdict.meets_margin and verdict.meets_frontier
-    assert verdict.gain_nats_per_token == pytest.approx(0.00784, abs=1e-5)
+    assert verdict.nats_per_token == pytest.approx(-0.00784, abs=1e-5)
     verdict = compare([1.08, 1.081], [1.09, 1.091], [2.78, 2.79], [1.89, 1.90])
-    assert verdict.gain_nats_per_token is None and verdict.margin is None and verdict.frontier is not None
+    assert verdict.nats_per_token is None and verdict.margin is None and verdict.frontier is not None
     assert changed_settings({"A": "0.020", "B": "x", "C": "1"}, {"A": "0.02", "B": "y"}) == [
         ("B", "x", "y"),
         ("C", "1", "–"),
     ]
+
+
+def test_a_difference_is_new_less_base_and_two_sided() -> None:
+    """Pairs where both sides have the same seeds, in any order; else Welch's test. Both are scipy's."""
+    new, base = [1.06, 1.11, 1.08], [1.07, 1.13, 1.12]
+    found = difference(dict(zip("abc", new, strict=True)), dict(zip("cab", (1.12, 1.07, 1.13), strict=True)))
+    expected = stats.ttest_rel(new, base)
+    assert (found.test, found.difference) == (PAIRED, pytest.approx(-0.07 / 3))
+    assert found.p == pytest.approx(expected.pvalue) and found.interval is not None
+    assert found.interval == pytest.approx(tuple(expected.confidence_interval()))
+    found = difference(dict(zip("abc", new, strict=True)), dict(zip("abd", base, strict=True)))
+    expected = stats.ttest_ind(new, base, equal_var=False)
+    assert (found.test, found.p) == (WELCH, pytest.approx(expected.pvalue)) and found.interval is not None
+    assert found.interval == pytest.approx(tuple(expected.confidence_interval()))
+    # Worse is as significant as better.
+    assert of_pairs([0.1, 0.2, 0.4]).p == of_pairs([-0.1, -0.2, -0.4]).p
+    assert difference({1: 2.0}, {2: 1.5, 3: 1.0}).interval is None
+
+
+@pytest.mark.parametrize("seeds", [(1, 2, 3), (4, 5, 6)])
+def test_diff_and_a_packed_readme_give_one_p(seeds: tuple[int, ...], tmp_path: Path, tool: Tool) -> None:
+    base = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, 2, 3), name="Base")
+    runs = [make_run(tmp_path / "new" / str(seed), seed, gain=0.002 * seed) for seed in seeds]
+    new = pack(tmp_path / "records", runs, "--baseline", str(base), name="New")
+    found = re.compile(r"p [=<] [\d.]+(?= \(two-sided (.+), 3 seeds( against 3)?\))")
+    in_diff = found.search(tool("diff", base, new, "--no-code").split("bits/byte")[1])
+    in_readme = found.search((new / "README.md").read_text())
+    assert in_diff is not None and in_readme is not None and in_diff[0] == in_readme[0]
+    assert in_diff[1] == in_readme[1] == (PAIRED if seeds == (1, 2, 3) else WELCH)
+    assert "one-sided" not in (new / "README.md").read_text()  # as the track is not the challenge's
+    assert "0 FAIL" in tool("check", new)
 
 
 def test_what_others_wrote_reaches_nothing_outside_and_does_not_steer(tmp_path: Path, tool: Tool) -> None:
@@ -90,12 +120,12 @@ def test_text_and_json_name_what_differs(told: Tool) -> None:
     text = told()
     assert re.search(r"MATRIX_LR +0\.02 +0\.03", text)
     assert "+LEARNING_RATE = 0.03" in text and "code: +1 -1 lines" in text
-    assert "gain +0.0" in text and "no test" in text
+    assert "difference -0.0" in text and "cannot be tested" in text
     assert re.search(r"^20 +3\.2000 +3\.1500 +-0\.0500$", text, re.MULTILINE)
     assert re.search(r"^train +[\d.]+ .*[\d.]+", text, re.MULTILINE)  # seconds of a phase
     value = json.loads(told("--json"))
     assert value["settings"] == [{"name": "MATRIX_LR", "base": "0.02", "new": "0.03"}]
-    assert value["comparison"]["gain_bpb"] > 0 and value["code"]["lines_added"] == 1
+    assert value["comparison"]["difference_bpb"] < 0 and value["code"]["lines_added"] == 1
 
 
 def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: Tool) -> None:
@@ -150,7 +180,7 @@ def test_the_comparison_opens_with_its_verdict(tmp_path: Path, tool: Tool) -> No
     for one, other, verdict in (
         (base, new, "_New is better than .*That is significant"),
         (new, base, "_Base is worse than .*That is significant"),
-        (base, alike, "not significant"), (base, single, r"cannot be tested \(seeds: 1 against 3\)"),
+        (base, alike, "not significant"), (base, single, r"cannot be tested: 1 seed against 3"),
     ):  # fmt: skip
         assert re.search(verdict, tool("diff", one, other, "--no-code").splitlines()[0]), verdict
 
@@ -204,8 +234,8 @@ def test_stages_of_public_logs_and_pairs_of_seeds(tmp_path: Path, tool: Tool) ->
     assert "better than base by 0.002000" in first and "TTT_LORA_LR" in first
     assert "better by 0.003000 bits per byte before it (quantized)" in first
     # The seeds scatter by more than the gain: only as pairs are they significant.
-    assert re.search(r"That is significant \(p .*, paired by seed, 3 seeds\)", text.splitlines()[0])
-    assert re.search(r"one-sided Welch, no margin: p = 0\.[12]", text)
+    assert re.search(rf"That is significant \(p .*, two-sided {PAIRED}, 3 seeds\)", text.splitlines()[0])
+    assert re.search(r"rule for records, a one-sided Welch test:\n  no margin: p = 0\.[12]", text)
 
 
 def test_a_run_under_way_against_a_public_log(tmp_path: Path, tool: Tool) -> None:

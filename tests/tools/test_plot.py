@@ -2,7 +2,9 @@
 
 import json
 import math
+import random
 import re
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from tests.support.runs import make_run, make_runs, pack
 from tests.tools.conftest import Tool
 from tools.__main__ import main
-from tools.compare import plot
+from tools.compare import curves, plot
 from tools.compare.curves import Sample, shard_crossings, smoothed, step_times, train_loss, validation_bpb
 from tools.runs.runs import load_group
 
@@ -71,9 +73,9 @@ def test_a_run_under_way_is_drawn_until_it_has_finished(
 
     monkeypatch.setattr(plot.time, "sleep", next_stage)
 
-    def draw(runs: list[Any], out: Path) -> None:
-        plot.panels(runs)
-        results.append(plot.result_of(runs[0]))
+    def draw(groups: list[Any], out: Path, everything: bool) -> None:
+        plot.panels(groups)
+        results.append(plot.result_of(groups[0].runs[0]))
 
     monkeypatch.setattr(plot, "draw", draw)
     assert "nothing to draw yet" in tool("plot", "--follow", run)
@@ -96,9 +98,51 @@ def test_a_figure_goes_into_its_run_never_a_record(tmp_path: Path, monkeypatch: 
     assert sorted(record.iterdir()) == files
 
 
+def drawn_panels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: object
+) -> list[tuple[str, dict[str, list[tuple[float, float]]]]]:
+    """The title of each panel, and the points of its lines that have a label."""
+    found: list[tuple[str, dict[str, list[tuple[float, float]]]]] = []
+
+    def look(path: Path, figure: Any, dpi: int) -> None:
+        for axes in figure.axes:
+            lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.get_lines()}
+            found.append((axes.get_title(loc="left"), lines))
+
+    monkeypatch.setattr(plot, "write_figure", look)
+    assert main(["plot", *map(str, arguments), "--out", str(tmp_path / "a.png")]) == 0
+    return found
+
+
+def test_one_run_has_two_panels_two_have_their_difference_and_all_has_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = make_run(tmp_path / "one", 1), make_run(tmp_path / "two", 1, gain=0.05)
+    assert [title for title, _ in drawn_panels(monkeypatch, tmp_path, one)] == ["Loss", "Step time"]
+    assert len(drawn_panels(monkeypatch, tmp_path, one, "--all")) > 4
+    panels = dict(drawn_panels(monkeypatch, tmp_path, one, two))
+    assert list(panels) == ["Loss", "two − one", "Step time"]
+    mean = panels["two − one"]["mean of neighboring steps"]
+    assert [x for x, _ in mean] == [20 * 2048 * (i + 1) for i in range(20)]
+    assert [y for _, y in mean] == pytest.approx([-0.05] * 20)
+
+
+def test_the_band_of_a_difference_narrows_with_seeds_and_holds_the_truth() -> None:
+    noise = random.Random(1)
+    inside = {}
+    for seeds in (1, 4):
+        differences = [[noise.gauss(0.1, 1.0) for _ in range(seeds)] for _ in range(400)]
+        means, halves = curves.band(differences)
+        pairs = list(zip(means, halves, strict=True))[20:380]
+        inside[seeds] = sum(abs(mean - 0.1) < half for mean, half in pairs) / len(pairs)
+        expected = 1.96 / (25 * seeds) ** 0.5
+        assert statistics.fmean(half for _, half in pairs) == pytest.approx(expected, rel=0.15)
+    assert all(share > 0.85 for share in inside.values())
+
+
 @pytest.mark.parametrize("missing", [None, r"^step:\d+/\d+ val_loss.*\n", r" train_time:.*$"])
 def test_no_panel_lacks_a_point(missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a whole run, of a log without validations, and of one without clocks."""
+    """Of a whole run, of a log without validations, and of one without clocks; but for the steep start."""
     run = make_run(tmp_path / "a", 1)
     if missing is not None:
         (run / "metrics.jsonl").unlink()
@@ -111,10 +155,11 @@ def test_no_panel_lacks_a_point(missing: str | None, tmp_path: Path, monkeypatch
             drawn.append(axes.has_data())
             low, high = axes.get_ylim()
             for line in axes.get_lines():
-                assert all(low <= float(y) <= high for y in line.get_ydata())
+                heights = line.get_ydata()
+                assert all(low <= float(y) <= high for y in heights[len(heights) // 10 :])
 
     monkeypatch.setattr(plot, "write_figure", look)
-    assert main(["plot", str(run), "--out", str(tmp_path / "a.png")]) == 0
+    assert main(["plot", "--all", str(run), "--out", str(tmp_path / "a.png")]) == 0
     assert drawn and all(drawn)
 
 

@@ -21,9 +21,9 @@ from tests.tools.conftest import Tool
 from tools.__main__ import main
 from tools.compare import driver
 from tools.compare.driver import scores_of
-from tools.compare.paired import paired
 from tools.compare.rows import read_sweep
 from tools.runs.runs import settings_of
+from tools.runs.stats import paired
 
 SWEEPS = Path(__file__).parents[2] / "benchmarks/sweeps"
 # It trains nothing: a score is a function of MATRIX_LR and SEED. A run that the file `die` names ends early.
@@ -191,7 +191,7 @@ def test_a_folder_that_is_named_holds_the_runs_beside_others(
 @pytest.mark.parametrize(("before", "after", "message"), [
     ("low: ", "low: MATRIX_LRR=1 ", "did you mean MATRIX_LR?"),
     ("low: MATRIX_LR=0.02", "low: MATRIX_LR=x", "row low: MATRIX_LR='x'"),
-    ("low: ", "low: SEED=4 ", "the sweep sets it"),
+    ("low: ", "low: SEED=4 ", "is set for each run by itself"),
     ("low: ", "base: ", "a name that is there already"),
     ("low: ", "low ", "is not NAME: SETTING=VALUE"),
     ("low: ", "low: of=high ", "expected the name of a row above it: base"),
@@ -226,7 +226,7 @@ def test_an_artifact_of_the_script_is_scored_again(
 ) -> None:
     """By the real script, where torch is loaded already."""
 
-    def forked(command: Sequence[str], variables: dict[str, str]) -> int:
+    def forked(command: Sequence[str], variables: dict[str, str], _quiet: bool = False) -> int:
         return Started({**os.environ, **variables}, (), tmp_path, "", Path(command[-1])).wait().status
 
     monkeypatch.setattr(driver, "start", forked)
@@ -252,7 +252,7 @@ def test_a_paired_comparison_is_the_paired_t_test_of_scipy(scores: list[tuple[fl
     base = {str(seed): pair[1] for seed, pair in reversed([*enumerate(scores)])}
     found = paired({**new, "only here": 9.0}, {**base, "only there": 0.0})
     gaps = np.subtract(*np.transpose(scores))
-    assert found is not None and found.seeds == len(scores)
+    assert found is not None and found.seeds_new == len(scores)
     assert found.difference == pytest.approx(gaps.mean(), abs=1e-12)
     assert found.error == pytest.approx(stats.sem(gaps), rel=1e-6, abs=1e-12)
     assert found.error is not None and found.interval is not None
@@ -270,7 +270,7 @@ def test_a_paired_comparison_is_the_paired_t_test_of_scipy(scores: list[tuple[fl
 def test_one_pair_has_a_difference_and_no_test() -> None:
     assert paired({"1": 2.0}, {"2": 1.0}) is None
     found = paired({"1": 2.0, "3": 1.0}, {"1": 1.5})
-    assert found is not None and (found.seeds, found.difference) == (1, 0.5)
+    assert found is not None and (found.seeds_new, found.difference) == (1, 0.5)
     assert found.error is found.interval is found.p is None
 
 

@@ -72,6 +72,24 @@ def smoothed(samples: Sequence[Sample]) -> list[Sample]:
     return found
 
 
+def band(differences: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """The mean of each place and its neighbors, as `smoothed` has them, and half of its 95% interval.
+
+    differences: at each place one value per pair of runs. Neighbors count as if they were independent, which
+    noise of the batches is and a slow drift is not.
+    """
+    from scipy import stats
+
+    means, halves = [], []
+    for i in range(len(differences)):
+        reach = min(round(SMOOTHED_SHARE * len(differences)), i)
+        near = [value for place in differences[i - reach : i + reach + 1] for value in place]
+        means.append(statistics.fmean(near))
+        error = statistics.stdev(near) / math.sqrt(len(near)) if len(near) > 1 else 0.0
+        halves.append(float(stats.t.ppf(0.975, max(len(near) - 1, 1))) * error)
+    return means, halves
+
+
 def batch_tokens(run: Run) -> int | None:
     """Tokens of one optimizer step, as the log prints it."""
     located = run.log.settings.get("train_batch_tokens")

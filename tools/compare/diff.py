@@ -1,4 +1,7 @@
-"""`diff BASE NEW`: settings, code, metrics with Welch tests, losses; runs and folders alike.
+"""`diff BASE NEW`: scores, settings, code, metrics, losses; runs and folders alike.
+
+A difference is new − base: negative is better. Its p is two-sided, of a paired t-test where both sides have
+the same seeds, else of Welch's. The challenge's one-sided rule for records stands on lines of its own.
 
 It names what else makes two runs hard to compare: dtype, device, threads, torch, number of ranks.
 `plot BASE NEW` draws the curves of both.
@@ -18,20 +21,28 @@ from tools.runs.errors import RecordError
 from tools.runs.folder import number
 from tools.runs.logs import EXACT, STAGES
 from tools.runs.reading import one_line
-from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P, OFFICIAL
-from tools.runs.runs import Group, Run, load_group, scores
+from tools.runs.rules import (
+    FRONTIER_P,
+    MARGIN_NATS,
+    MARGIN_P,
+    OFFICIAL,
+    VALIDATION_BYTES,
+    VALIDATION_BYTES_TOLERANCE,
+)
+from tools.runs.runs import Group, Run, load_group, scores, seeds_of
 from tools.runs.script import Config
 from tools.runs.settings import UNSET, changed_settings
 from tools.runs.source import changed_lines, unified
-from tools.runs.stats import Comparison, Welch, compare, mean, mean_and_deviation, p_text
+from tools.runs.stats import Comparison, Difference, RecordTest, compare, mean, mean_and_deviation, p_text
 from tools.runs.writing import print_json
 
 CURVE_ROWS = 12  # steps at which the text compares losses
+SIGNIFICANT_P = 0.05  # two-sided
 
 
 @dataclass(frozen=True)
-class Difference:
-    """All differences between two groups; `reruns` compares further sets of logs in a folder.
+class Sides:
+    """Two groups and all in which they differ; `reruns` compares further sets of logs in a folder.
 
     `comparison` is None where a side has no score, or the sides have scored different texts.
     """
@@ -64,14 +75,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def difference(base: Group, new: Group) -> Difference:
+def difference(base: Group, new: Group) -> Sides:
     """Compare two groups; raises RecordError when neither has anything to compare."""
     if not base.runs or not new.runs:
         raise RecordError("nothing to compare: one side holds no run")
     reruns = {f"{base.name}/{name}": _compare(new.runs, runs) for name, runs in base.other_sets.items()}
     reruns |= {f"{new.name}/{name}": _compare(runs, base.runs) for name, runs in new.other_sets.items()}
     code = unified(base.script, new.script, base.name, new.name) if base.script and new.script else ""
-    return Difference(
+    return Sides(
         base=base,
         new=new,
         comparison=_compare(new.runs, base.runs),
@@ -164,16 +175,8 @@ def _compare(new: Sequence[Run], base: Sequence[Run]) -> Comparison | None:
     new_bpb, base_bpb = scores(new, "bpb"), scores(base, "bpb")
     if not new_bpb or not base_bpb or different_texts(base, new):
         return None
-    return compare(new_bpb, base_bpb, scores(new, "loss"), scores(base, "loss"), pairs_by_seed(new, base))
-
-
-def pairs_by_seed(new: Sequence[Run], base: Sequence[Run]) -> list[tuple[float, float]]:
-    """New and base bits per byte of each seed; none unless the scored runs have the same seeds."""
-    of_new = {run.log.seed: run.score.bpb for run in new if run.score}
-    of_base = {run.log.seed: run.score.bpb for run in base if run.score}
-    same = of_new.keys() == of_base.keys() and None not in of_new
-    one_run_a_seed = len(of_new) == len(scores(new, "bpb")) and len(of_base) == len(scores(base, "bpb"))
-    return [(of_new[seed], of_base[seed]) for seed in of_new] if same and one_run_a_seed else []
+    losses = (scores(new, "loss"), scores(base, "loss"))
+    return compare(new_bpb, base_bpb, *losses, seeds_of(new), seeds_of(base))
 
 
 def _after(stage: str) -> Callable[[Run], float | None]:
@@ -200,7 +203,7 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
-def metric_rows(found: Difference) -> list[list[str]]:
+def metric_rows(found: Sides) -> list[list[str]]:
     """Name, base, new, change; mean ± deviation over the seeds that have the metric."""
     rows = []
     texts_differ = bool(different_texts(found.base.runs, found.new.runs))
@@ -216,7 +219,7 @@ def metric_rows(found: Difference) -> list[list[str]]:
     return rows
 
 
-def stage_changes(found: Difference) -> dict[str, float]:
+def stage_changes(found: Sides) -> dict[str, float]:
     """New less base, in bits per byte, of each stage that both sides have."""
     changes = {}
     for stage in STAGES:
@@ -227,7 +230,7 @@ def stage_changes(found: Difference) -> dict[str, float]:
     return changes
 
 
-def stage_rows(found: Difference) -> list[list[str]]:
+def stage_rows(found: Sides) -> list[list[str]]:
     """Stage, base, new, change, and the part of the change that is this stage's own."""
     changes = stage_changes(found)
     rows = []
@@ -261,8 +264,8 @@ def _spread(values: Sequence[float], form: str) -> str:
     return f"{mean_and_deviation(values, form)} (n={len(values)})"
 
 
-def sentence(found: Difference) -> str:
-    """The comparison in a few sentences: the gain, its significance, and the differences."""
+def sentence(found: Sides) -> str:
+    """The comparison in a few sentences: which is better, by how much and how surely, and what differs."""
     comparison = found.comparison
     plus, minus = changed_lines(found.code)
     settings = len(found.settings)
@@ -278,20 +281,21 @@ def sentence(found: Difference) -> str:
         if texts := different_texts(found.base.runs, found.new.runs):
             why = f"they have scored different texts ({texts})"
         return f"{new} cannot be compared with {base}: {why}. {_last_common_loss(found)}{differ}"
-    if comparison.gain_bpb == 0:
+    change = comparison.difference.difference
+    if change == 0:
         return f"{new} and {base} have the same score. {differ}"
-    gain = f"{new} is {_better_by(comparison.gain_bpb, base)}{_without_test_time(found)}."
-    return f"{gain} {_significance(comparison)} {_scores_compared(found)} {differ}"
+    verdict = f"{new} is {_better_by(change, base)}{_without_test_time(found)}."
+    return f"{verdict} {_significance(comparison.difference)} {_scores_compared(found)} {differ}"
 
 
-def _better_by(gain_bpb: float, base: str = "") -> str:
+def _better_by(change_bpb: float, base: str = "") -> str:
     """`better than BASE by 0.001 bits per byte`, or worse."""
-    direction = "better" if gain_bpb > 0 else "worse"
+    direction = "better" if change_bpb < 0 else "worse"
     than = f" than {base}" if base else ""
-    return f"{direction}{than} by {abs(gain_bpb):.6f} bits per byte"
+    return f"{direction}{than} by {abs(change_bpb):.6f} bits per byte"
 
 
-def _last_common_loss(found: Difference) -> str:
+def _last_common_loss(found: Sides) -> str:
     """The training losses at the last step that all runs have logged, for a run under way; empty without."""
     rows = loss_rows(found)
     if not rows:
@@ -300,7 +304,7 @@ def _last_common_loss(found: Difference) -> str:
     return f"At step {step} its training loss is {new}, the base's {base} ({change}). "
 
 
-def _without_test_time(found: Difference) -> str:
+def _without_test_time(found: Sides) -> str:
     """The gain before test-time training, where both sides have it in different settings; else empty."""
     changes = stage_changes(found)
     ttt = [name for name, _, _ in found.settings if "TTT" in name]
@@ -309,75 +313,79 @@ def _without_test_time(found: Difference) -> str:
     before = [stage for stage in STAGES[:-1] if stage in changes]
     if not before:
         return f" with another test-time training ({', '.join(ttt)}); no log has a score before it"
-    without = _better_by(-changes[before[-1]])
+    without = _better_by(changes[before[-1]])
     return f" with another test-time training ({', '.join(ttt)}), and {without} before it ({before[-1]})"
 
 
-def _scores_compared(found: Difference) -> str:
+def _scores_compared(found: Sides) -> str:
     """Which scores are compared; where their stages differ, the changes of those that both sides have."""
     of_base = {run.score.rank for run in found.base.runs if run.score}
     of_new = {run.score.rank for run in found.new.runs if run.score}
     if of_base == of_new:
         return f"Score: {labels(found.new)}."
-    told = f"But that is {labels(found.new)} against {labels(found.base)}, two kinds of score"
+    kinds = f"But that is {labels(found.new)} against {labels(found.base)}, two kinds of score"
     alike = [f"{stage} {change:+.6f}" for stage, change in stage_changes(found).items()]
-    return f"{told} (of the same kind: {', '.join(alike)})." if alike else f"{told}."
+    return f"{kinds} (of the same kind: {', '.join(alike)})." if alike else f"{kinds}."
 
 
-def _significance(comparison: Comparison) -> str:
-    """The one-sided test of gain or loss, without a margin: paired where both sides have the same seeds."""
-    seeds = f"seeds: {comparison.seeds_new} against {comparison.seeds_base}"
-    test = comparison.paired or comparison.frontier
-    if test is None:
-        return f"That cannot be tested ({seeds})."
-    if comparison.paired:
-        seeds = f"paired by seed, {comparison.seeds_new} seeds"
-    p = test.p if comparison.gain_bpb > 0 else 1 - test.p
-    if p < MARGIN_P:
-        verdict = "That is significant"
-    elif p < FRONTIER_P:
-        verdict = f"That is weakly supported, below {FRONTIER_P} and not below {MARGIN_P}"
-    else:
-        verdict = "That is not significant"
-    return f"{verdict} ({p_text(p)}, {seeds})."
+def _significance(change: Difference) -> str:
+    """Whether a two-sided test shows the difference."""
+    if change.p is None:
+        alike = "The differences of all seeds are alike, so there is no p."
+        return f"That {change.in_words()}." if change.interval is None else alike
+    verdict = "That is significant" if change.p < SIGNIFICANT_P else "That is not significant"
+    return f"{verdict} ({p_text(change.p)}, {change.test_in_words})."
 
 
-def verdict_lines(found: Difference) -> list[str]:
-    """The gain in three units and the outcome at both standards; then the outcome with reruns, if any."""
+def verdict_lines(found: Sides) -> list[str]:
+    """The difference in three units; then the challenge's rule, where it may apply, with reruns, if any."""
     comparison = found.comparison
     if comparison is None:
         return ["scores cannot be compared: one side has none, or the texts differ"]
-    per_token = comparison.gain_nats_per_token
+    per_token = comparison.nats_per_token
     token = (
         f"{per_token:+.6f} nats/token"
         if per_token is not None
         else "nats/token not comparable (tokenizers differ)"
     )
-    paired = []
-    if comparison.paired:
-        met = comparison.paired.p < MARGIN_P
-        paired = [_standard("paired by seed, no margin", comparison.paired, MARGIN_P, met)]
-    return [
-        f"gain {comparison.gain_bpb:+.6f} bits/byte = {comparison.gain_nats_per_byte:+.6f} nats/byte;"
-        f" {token}",
-        *paired,
-        _standard("one-sided Welch, no margin", comparison.frontier, FRONTIER_P, comparison.meets_frontier),
+    change = comparison.difference
+    lines = [
+        f"difference {change.difference:+.6f} bits/byte (new − base, negative is better)"
+        f" = {comparison.nats_per_byte:+.6f} nats/byte; {token}",
+        f"  {change.in_words()}",
+    ]
+    if not may_be_records(found):
+        return lines
+    standards = [
+        _standard("no margin", comparison.frontier, FRONTIER_P, comparison.meets_frontier),
         _standard(f"beyond {MARGIN_NATS} nats/token", comparison.margin, MARGIN_P, comparison.meets_margin),
         *(
-            _standard(f"with the reruns {name}, no margin", rerun.frontier, FRONTIER_P, rerun.meets_frontier)
+            _standard(f"no margin with the reruns {name}", rerun.frontier, FRONTIER_P, rerun.meets_frontier)
             for name, rerun in found.reruns.items()
         ),
     ]
+    return [*lines, "the challenge's rule for records, a one-sided Welch test:", *standards]
 
 
-def _standard(name: str, test: Welch | None, level: float, met: bool) -> str:
+def may_be_records(found: Sides) -> bool:
+    """Whether both sides may belong to the record track: no side is known to be scored on another text."""
+    for group in (found.base, found.new):
+        counted = _scored_bytes(group.runs)
+        if validation_sets(group) - {OFFICIAL}:
+            return False
+        if counted is not None and abs(counted / VALIDATION_BYTES - 1) > VALIDATION_BYTES_TOLERANCE:
+            return False
+    return True
+
+
+def _standard(name: str, test: RecordTest | None, level: float, met: bool) -> str:
     if test is None:
-        return f"{name}: no test (two seeds a side are needed, of one tokenizer for the margin)"
+        return f"  {name}: no test, which takes two seeds a side, of one tokenizer for the margin"
     outcome = "meets" if met else "misses"
-    return f"{name}: {p_text(test.p)} (t = {test.t:.3f}, df = {test.df:.2f}); {outcome} p < {level}"
+    return f"  {name}: {p_text(test.p)} (t = {test.t:.3f}, df = {test.df:.2f}); {outcome} p < {level}"
 
 
-def loss_rows(found: Difference) -> list[list[str]]:
+def loss_rows(found: Sides) -> list[list[str]]:
     """Step, mean training loss of base and new, change, at steps that every run of both sides logged."""
     base_losses = [_losses_by_step(run) for run in found.base.runs]
     new_losses = [_losses_by_step(run) for run in found.new.runs]
@@ -397,7 +405,7 @@ def _losses_by_step(run: Run) -> dict[int, float]:
     return {sample.step: sample.value for sample in curves.train_loss(run)}
 
 
-def text(found: Difference, show_code: bool) -> str:
+def text(found: Sides, show_code: bool) -> str:
     """The whole comparison for a terminal."""
     plus, minus = changed_lines(found.code)
     blocks = [
@@ -428,7 +436,7 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(padded)
 
 
-def as_json(found: Difference) -> dict[str, Any]:
+def as_json(found: Sides) -> dict[str, Any]:
     plus, minus = changed_lines(found.code)
     return {
         "base": found.base.name,
@@ -443,7 +451,7 @@ def as_json(found: Difference) -> dict[str, Any]:
     }
 
 
-def phase_rows(found: Difference) -> list[list[str]]:
+def phase_rows(found: Sides) -> list[list[str]]:
     """Mean seconds of each phase that our summaries recorded."""
     base = [mapping(run.summary, "phases") for run in found.base.runs]
     new = [mapping(run.summary, "phases") for run in found.new.runs]

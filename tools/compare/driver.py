@@ -6,13 +6,18 @@ FOLDER/stopped. A run with other settings than the row has now is refused.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import os
 import shlex
+import signal
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from data.files import exclusive
 from tools.compare import overview
 from tools.compare.rows import SET_BY_THE_DRIVER, Row
 from tools.runs.errors import RecordError
@@ -23,6 +28,12 @@ from tools.runs.settings import plain_values
 ARTIFACT = "model.bin"
 CHECKPOINT = "checkpoint.pt"
 SCRIPT = "train_gpt.py"  # the copy of it in a run directory
+# What a CPU gains from its libraries: waiting threads spin for microseconds, freed memory is kept.
+LIBRARIES = {
+    "GOMP_SPINCOUNT": "3000",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
+}
 
 
 def directory_of(folder: Path, row: str, seed: str) -> Path:
@@ -30,8 +41,11 @@ def directory_of(folder: Path, row: str, seed: str) -> Path:
     return folder / f"{row}-seed{seed}"
 
 
-def run_once(row: Row, seed: str, folder: Path) -> str:
-    """Start, resume or skip one run. Returns why no other should follow; empty text if all is well."""
+def run_once(row: Row, seed: str, folder: Path, quiet: bool = False) -> str:
+    """Start, resume or skip one run. Returns why no other should follow; empty text if all is well.
+
+    quiet: what the run prints is not shown; all but its errors is in its log.
+    """
     directory = directory_of(folder, row.name, seed)
     if (directory / CONFIG).is_file():
         refuse_other_settings(directory, row, seed)
@@ -44,23 +58,45 @@ def run_once(row: Row, seed: str, folder: Path) -> str:
         elif directory.exists():
             keep_aside(directory)
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        print(f"sweep {row.name}, seed {seed}: {' '.join(words)} {shlex.join(row.start)}", flush=True)
-        exit_status = start(row.start, variables)
+        if not quiet:
+            print(f"sweep {row.name}, seed {seed}: {' '.join(words)} {shlex.join(row.start)}", flush=True)
+        exit_status = start(row.start, variables, quiet)
         if exit_status != 0 or not is_finished(directory):
             return f"{directory} ended with exit status {exit_status}"
     over = overview.failed_limits(required_object(directory / SUMMARY))
     return f"{directory} did not keep its limits: {', '.join(over)}" if over else ""
 
 
-def start(command: Sequence[str], variables: dict[str, str]) -> int:
+@contextlib.contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Keep others from running the same rows; a run that a killed driver left behind does so, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder / f".{name}.lock") as descriptor:
+        os.set_inheritable(descriptor, True)
+        yield
+
+
+def start(command: Sequence[str], variables: dict[str, str], quiet: bool = False) -> int:
     """The exit status of a run. An interrupt reaches the run too: it gets the time for its checkpoint."""
     beneath = {name: value for name, value in os.environ.items() if name not in SET_BY_THE_DRIVER}
-    process = subprocess.Popen(command, env={**beneath, **variables})
+    environment = {**LIBRARIES, **beneath, **variables}
+    output = subprocess.DEVNULL if quiet else None
+    # It inherits what `locked` holds.
+    process = subprocess.Popen(
+        command, env=environment, stdout=output, close_fds=False, preexec_fn=end_with_parent
+    )
     try:
         return process.wait()
     except KeyboardInterrupt:
         process.wait()
         raise
+
+
+def end_with_parent() -> None:
+    """In a run, on Linux: get SIGTERM once the driver is gone, or a killed one would leave its run behind."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM))
 
 
 def is_finished(directory: Path) -> bool:
@@ -88,7 +124,7 @@ def keep_aside(directory: Path) -> None:
     number = len(list(stopped.iterdir())) + 1
     aside = stopped / f"{directory.name}.{number}"
     directory.rename(aside)
-    print(f"sweep: {directory.name} had no checkpoint: it is kept as {aside}, and begins anew")
+    print(f"{directory.name} had no checkpoint: it is kept as {aside}, and begins anew", file=sys.stderr)
 
 
 def scores_of(directory: Path) -> dict[str, float]:

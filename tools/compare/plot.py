@@ -1,11 +1,14 @@
-"""`plot RUN…`: loss and bits per byte by steps, tokens and seconds; step times, the slow ones by cause.
+"""`plot RUN…`: training and validation loss by tokens, with the final scores, and milliseconds per step.
 
-A panel of which the runs say nothing is left out. `--follow` draws again while the runs are under way.
+Two arguments, runs or records, are also drawn against each other: new − base, seed by seed where they have
+the same seeds, with its 95% band. `--all` adds loss by seconds, the second half, bits per byte and the
+distribution of step times. `--follow` draws again while the runs are under way.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import time
@@ -13,34 +16,45 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tools.compare import curves
 from tools.runs.errors import RecordError
-from tools.runs.logs import EXACT
+from tools.runs.logs import EXACT, Final
 from tools.runs.reading import path_of
-from tools.runs.runs import LOG, SUMMARY, Run, load_group, output_path
+from tools.runs.runs import LOG, SUMMARY, Group, Run, load_group, output_path
+from tools.runs.stats import mean_and_deviation
 from tools.runs.writing import figure_path, print_json, pyplot_without_display, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CAUSE_COLOURS = {"start": "tab:purple", "shard": "tab:red", "validation": "tab:green", "other": "tab:gray"}
-# How a slow step's cause is printed.
-CAUSES = {"start": "at the start", "shard": "waiting for data", "validation": "after a validation",
-          "other": "cause unknown"}  # fmt: skip
+COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#4b5563")
+CAUSE_COLORS = {"start": "#9333ea", "shard": "#dc2626", "validation": "#059669", "other": "#6b7280"}
+CAUSE_NAMES = {"start": "at the start", "shard": "waiting for data", "validation": "after a validation",
+               "other": "cause unknown"}  # fmt: skip
+LOOK = {
+    "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#9ca3af", "axes.grid": True,
+    "grid.color": "#e5e7eb", "axes.axisbelow": True, "legend.framealpha": 0.85, "legend.edgecolor": "white",
+    "xtick.color": "#374151", "ytick.color": "#374151", "figure.facecolor": "white",
+}  # fmt: skip
 BINS = 40
 TITLED_MAX = 6  # runs that the title names
-RANKS = {1: "round trip", 2: "sliding window", 3: "test-time training"}  # of `Final.rank`
+SCORE_NAMES = {1: "round trip", 2: "sliding window", 3: "test-time training"}  # of `Final.rank`
+STEEP_SHARE = 0.04  # of the run: its first losses are so high that the rest would be flat beside them
+TALL_STEPS = 2.5  # times the median, above which a step time is drawn at the edge
+TEXT_SHARE = 0.055  # of a panel's height, that a line of text takes
+INCHES = (7.0, 4.6)  # of a panel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run directories or records folders"
-    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
+                        help="run directories or records folders; of two, the first is the base")  # fmt: skip
     parser.add_argument(
         "--out", type=Path, help="PNG or SVG file (default: plot.png in the first run directory)"
     )
+    parser.add_argument("--all", action="store_true", help="more panels")
     parser.add_argument("--json", action="store_true", help="print step-time statistics as JSON")
     parser.add_argument("--follow", action="store_true", help="draw again until all runs have finished")
     parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS",
@@ -51,34 +65,29 @@ def run(args: argparse.Namespace) -> int:
     name = "plot.png" if len(args.runs) == 1 else f"plot_of_{len(args.runs)}.png"
     out = figure_path(args.out or output_path(args.runs[0], name))
     if args.follow:
-        follow(args.runs, out, args.every)
-    runs = load_runs(args.runs)
-    draw(runs, out)
-    statistics_of_runs = [step_statistics(found) for found in runs]
+        follow(args.runs, out, args.every, args.all)
+    groups = [load_group(path) for path in args.runs]
+    draw(groups, out, args.all)
+    statistics_of_runs = [step_statistics(found) for group in groups for found in group.runs]
     if args.json:
         print_json({"file": str(out), "runs": statistics_of_runs})
         return 0
     print(path_of(out))
     for found in statistics_of_runs:
-        slow = [f"{count} slow step{'s' if count > 1 else ''}, {CAUSES[cause]}"
+        slow = [f"{count} slow step{'s' if count > 1 else ''}, {CAUSE_NAMES[cause]}"
                 for cause, count in found["slow"].items()]  # fmt: skip
         print(f"  {found['run']}: median {found['median_ms']} ms/step; {'; '.join(slow) or 'no slow steps'}")
     return 0
 
 
-def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs that these paths name."""
-    return [found for path in paths for found in load_group(path).runs]
-
-
-def follow(paths: Sequence[Path], out: Path, seconds: float) -> None:
+def follow(paths: Sequence[Path], out: Path, seconds: float, everything: bool) -> None:
     """Draw again and again while a run has no summary; Ctrl-C ends it, and leaves the last drawing."""
     while not all((path / SUMMARY).is_file() for path in paths if (path / LOG).is_file()):
         try:
-            runs = load_runs(paths)
-            draw(runs, out)
-            results = "; ".join(f"{found.name}: {result_of(found)}" for found in runs)
-            print(f"{path_of(out)}: {results}", flush=True)
+            groups = [load_group(path) for path in paths]
+            draw(groups, out, everything)
+            runs = [found for group in groups for found in group.runs]
+            print(f"{path_of(out)}: {'; '.join(f'{found.name}: {result_of(found)}' for found in runs)}", flush=True)
         except RecordError as error:
             print(f"nothing to draw yet: {error}", flush=True)
         time.sleep(seconds)
@@ -100,59 +109,132 @@ def step_statistics(found: Run) -> dict[str, Any]:
 Panel = Callable[["Axes"], None]
 
 
-def draw(runs: Sequence[Run], out: Path) -> None:
+def draw(groups: Sequence[Group], out: Path, everything: bool = False) -> None:
     """Write the figure atomically; no display is needed."""
     pyplot = pyplot_without_display()
-    rows = [row for row in panels(runs) if row]
-    columns = math.lcm(*map(len, rows))
-    figure = pyplot.figure(figsize=(15, 3.7 * len(rows)), constrained_layout=True)
-    figure.suptitle(title_of(runs))
-    try:
-        grid = figure.add_gridspec(len(rows), columns)
-        for number, row in enumerate(rows):
-            width = columns // len(row)
-            for place, panel in enumerate(row):
-                panel(figure.add_subplot(grid[number, place * width : (place + 1) * width]))
-        write_figure(out, figure, dpi=110)
-    finally:
-        pyplot.close(figure)
+    rows = panels(groups, everything)
+    with pyplot.rc_context(LOOK):
+        width = INCHES[0] * max(map(len, rows))
+        figure = pyplot.figure(figsize=(width, INCHES[1] * len(rows) + 0.6), constrained_layout=True)
+        figure.suptitle(title_of(groups), x=0.01, ha="left", fontsize=13)
+        try:
+            columns = math.lcm(*map(len, rows))
+            grid = figure.add_gridspec(len(rows), columns)
+            for number, row in enumerate(rows):
+                span = columns // len(row)
+                for place, panel in enumerate(row):
+                    panel(figure.add_subplot(grid[number, place * span : (place + 1) * span]))
+            write_figure(out, figure, dpi=130)
+        finally:
+            pyplot.close(figure)
 
 
-def title_of(runs: Sequence[Run]) -> str:
-    """The runs by name and result."""
-    return "\n".join(f"{found.name}: {result_of(found)}" for found in runs[:TITLED_MAX])
+def title_of(groups: Sequence[Group]) -> str:
+    """The groups by name and result."""
+    lines = []
+    for group in groups[:TITLED_MAX]:
+        result = result_of(group.runs[0]) if len(group.runs) == 1 else mean_result(group)
+        lines.append(f"{group.name}: {result}")
+    if len(groups) > TITLED_MAX:
+        lines.append(f"and {len(groups) - TITLED_MAX} more")
+    return "\n".join(lines)
+
+
+def mean_result(group: Group) -> str:
+    """The mean score of several seeds."""
+    scores = group.scores("bpb")
+    kinds = {SCORE_NAMES[found.score.rank] for found in group.runs if found.score}
+    if not scores:
+        return f"no score; {len(group.runs)} seeds"
+    kind = ", ".join(sorted(kinds))
+    return f"{mean_and_deviation(scores, '.4f')} bits per byte ({kind}), {len(scores)} seeds"
 
 
 def result_of(found: Run) -> str:
-    """All scores of a run in bits per byte, or how far it came."""
-    scores = [final for final in found.log.finals if final.rank > 0 and final.label.endswith(EXACT)]
-    if not scores and found.score:
-        scores = [found.score]
-    if scores:
-        # A run may have been scored more than once: the last score of each kind counts.
-        last = {final.rank: f"{final.bpb:.4f} {RANKS[final.rank]}" for final in scores}
-        return ", ".join(last[rank] for rank in sorted(last)) + ", bits per byte"
-    steps = curves.train_loss(found)
-    return f"no score; {steps[-1].step} steps" if steps else "no score"
+    """The score of a run in bits per byte, and what it took, or how far it came."""
+    log = found.log
+    if found.score is None:
+        steps = curves.train_loss(found)
+        return f"no score; {steps[-1].step} steps" if steps else "no score"
+    parts = [f"{found.score.bpb:.4f} bits per byte ({SCORE_NAMES[found.score.rank]})"]
+    if log.steps_done is not None:
+        parts.append(f"{log.steps_done:,} steps")
+    if log.train_seconds is not None:
+        parts.append(f"{log.train_seconds:.0f} s")
+    if log.total_bytes is not None:
+        parts.append(f"{log.total_bytes.bytes:,} bytes")
+    if device := log.conditions.get("device"):
+        parts.append(device)
+    return ", ".join(parts)
 
 
-def panels(runs: Sequence[Run]) -> list[list[Panel]]:
+def final_scores(found: Run) -> list[Final]:
+    """The last score of each kind, in the order of the stages."""
+    exact = [final for final in found.log.finals if final.rank > 0 and final.label.endswith(EXACT)]
+    if not exact and found.score:
+        exact = [found.score]
+    last = {final.rank: final for final in exact}
+    return [last[rank] for rank in sorted(last)]
+
+
+def panels(groups: Sequence[Group], everything: bool = False) -> list[list[Panel]]:
     """What is drawn, row by row: nothing of which the runs say nothing."""
-    shown = [axis for axis in curves.AXES if any(curves.points(curves.train_loss(r), axis) for r in runs)]
-    rows: list[list[Panel]] = [
-        [partial(_draw_loss, runs=runs, axis=axis, late=False) for axis in shown],
-        [partial(_draw_loss, runs=runs, axis=axis, late=True) for axis in shown],
-    ]
-    if any(curves.validation_bpb(found) for found in runs):
-        rows.append([partial(_draw_bits, runs=runs, axis=axis) for axis in shown or ["steps"]])
-    times = [time for found in runs for time in curves.step_times(found)]
-    if times:
-        rows.append([partial(_draw_times, runs=runs), partial(_draw_histogram, runs=runs)])
-    if any(time.cause for time in times):
-        rows[-1].append(partial(_draw_causes, runs=runs))
-    if not any(rows):
-        raise RecordError(f"{runs[0].name}: the log has no losses and no scores of training: nothing to draw")
+    runs = colored(groups)
+    has_tokens = any(sample.tokens for found, _, _ in runs for sample in curves.train_loss(found))
+    axis = "tokens" if has_tokens else "steps"
+    has_loss = any(curves.train_loss(found) or curves.validation_loss(found) for found, _, _ in runs)
+    has_times = any(curves.step_times(found) for found, _, _ in runs)
+    first: list[Panel] = []
+    if has_loss:
+        first.append(partial(_draw_loss, runs=runs, axis=axis))
+    if len(groups) == 2 and paired_losses(*groups):
+        first.append(partial(_draw_difference, base=groups[0], new=groups[1], axis=axis))
+    if has_times:
+        first.append(partial(_draw_times, runs=runs))
+    rows = [first]
+    if everything:
+        rows += more_panels(runs, axis, has_times)
+    rows = [row for row in rows if row]
+    if not rows:
+        name = runs[0].run.name
+        raise RecordError(f"{name}: the log has no losses and no scores of training: nothing to draw")
     return rows
+
+
+def more_panels(runs: Sequence[Colored], axis: str, has_times: bool) -> list[list[Panel]]:
+    """The rows of --all."""
+    losses: list[Panel] = []
+    if any(curves.train_loss(found) for found, _, _ in runs):
+        losses.append(partial(_draw_loss, runs=runs, axis=axis, late=True))
+    if any(sample.seconds for found, _, _ in runs for sample in curves.train_loss(found)):
+        losses.append(partial(_draw_loss, runs=runs, axis="seconds"))
+    others: list[Panel] = []
+    if any(curves.validation_bpb(found) for found, _, _ in runs):
+        others.append(partial(_draw_bits, runs=runs, axis=axis))
+    if has_times:
+        others.append(partial(_draw_histogram, runs=runs))
+    return [losses, others]
+
+
+class Colored(NamedTuple):
+    """A run as it is drawn: of several groups in the color of its group, else in one of its own."""
+
+    run: Run
+    color: str
+    label: str | None  # in a legend; None: the run before it has named their group
+
+
+def colored(groups: Sequence[Group]) -> list[Colored]:
+    """Every run with its color and its label."""
+    colors = itertools.cycle(COLORS)
+    if len(groups) == 1:
+        return [Colored(found, next(colors), found.name) for found in groups[0].runs]
+    drawn = []
+    for group in groups:
+        color = next(colors)
+        for number, found in enumerate(group.runs):
+            drawn.append(Colored(found, color, group.name if number == 0 else None))
+    return drawn
 
 
 def _line(axes: Axes, samples: Sequence[curves.Sample], axis: str, style: str, **look: Any) -> None:
@@ -162,84 +244,179 @@ def _line(axes: Axes, samples: Sequence[curves.Sample], axis: str, style: str, *
         axes.plot(xs, ys, style, **look)
 
 
-def _label(axes: Axes, axis: str, unit: str) -> None:
+def _label(axes: Axes, title: str, axis: str, unit: str) -> None:
     from matplotlib.ticker import EngFormatter
 
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k tokens, not 400000
-    axes.set_xlabel(axis)
+    axes.set_title(title)
+    axes.set_xlabel({"tokens": "training tokens", "seconds": "seconds of training"}.get(axis, axis))
     axes.set_ylabel(unit)
-    axes.grid(alpha=0.3)
 
 
-def _draw_loss(axes: Axes, runs: Sequence[Run], axis: str, late: bool) -> None:
-    """Training loss smoothed, each step behind it, and validation; late: the second half alone."""
+def _draw_loss(axes: Axes, runs: Sequence[Colored], axis: str, late: bool = False) -> None:
+    """Training loss smoothed, each logged step behind it, validation on the way, and the final scores."""
     validated = False
-    for index, found in enumerate(runs):
-        loss = curves.train_loss(found)
-        smooth = curves.smoothed(loss)
-        validation = curves.validation_loss(found)
-        if late:
-            middle = max((sample.step for sample in loss), default=0) / 2
-            loss = [sample for sample in loss if sample.step >= middle]
-            smooth = [sample for sample in smooth if sample.step >= middle]
-            validation = [sample for sample in validation if sample.step >= middle]
-        colour = f"C{index % 10}"
+    is_single = len(runs) == 1
+    heights: list[float] = []  # of all that must be seen
+    for found, color, label in runs:
+        loss, validation = curves.train_loss(found), curves.validation_loss(found)
+        end = max((sample.step for sample in (*loss, *validation)), default=0)
+        since = end / 2 if late else 0
+        loss = [sample for sample in loss if sample.step >= since]
+        smooth = [sample for sample in curves.smoothed(curves.train_loss(found)) if sample.step >= since]
+        validation = [sample for sample in validation if sample.step >= since]
+        points = curves.points(loss, axis)
+        if points:
+            xs, ys = zip(*points, strict=True)
+            axes.scatter(xs, ys, s=9, color=color, alpha=0.25, linewidths=0)
+        _line(axes, smooth, axis, "-", color=color, linewidth=1.8, label="training" if is_single else label)
+        name = "validation" if is_single else None
+        look = {"color": color, "markersize": 5.5, "markerfacecolor": "white", "linewidth": 1.0}
+        _line(axes, validation, axis, "o--", label=name, **look)
         validated = validated or bool(validation)
-        _line(axes, loss, axis, ".", color=colour, markersize=4, alpha=0.35)
-        _line(axes, smooth, axis, "-", color=colour, linewidth=1.5, label=found.name)
-        _line(axes, validation, axis, "o", color=colour, markersize=5, markeredgecolor="black")
-    unit = "nats per token" + (", second half" if late else "")
-    _label(axes, axis, unit + (" (o: validation)" if validated else ""))
+        late_enough = [sample for sample in (*smooth, *validation) if sample.step >= STEEP_SHARE * end]
+        heights += [sample.value for sample in late_enough if math.isfinite(sample.value)]
+        if not late and len(runs) <= TITLED_MAX:
+            heights += _draw_scores(axes, found, color, axis)
+    if heights:
+        low, high = min(heights), max(heights)
+        room = 0.06 * (high - low) or 0.1
+        axes.set_ylim(low - room, high + room)
     if not late:
-        axes.legend(fontsize=7)
+        ends = [place for found, _, _ in runs for place in _places(found, axis)]
+        axes.set_xlim(-0.02 * max(ends, default=1.0), 1.06 * max(ends, default=1.0))
+    if is_single and not late:
+        _name_scores(axes, final_scores(runs[0].run))
+    title = "Loss in the second half" if late else "Loss"
+    marks = " (o: validation)" if validated and not is_single else ""
+    _label(axes, title, axis, f"nats per token{marks}")
+    axes.legend(loc="upper right")
 
 
-def _draw_bits(axes: Axes, runs: Sequence[Run], axis: str) -> None:
+def _draw_scores(axes: Axes, found: Run, color: str, axis: str) -> list[float]:
+    """The final scores as ticks behind the end of the curve, at their nats per token. Returns these."""
+    end = max(_places(found, axis), default=0.0)
+    heights = []
+    for final in final_scores(found):
+        heights.append(final.loss)
+        axes.plot([1.01 * end, 1.05 * end], [final.loss] * 2, "-", color=color, linewidth=3)
+    return heights
+
+
+
+
+def _places(found: Run, axis: str) -> list[float]:
+    """Where the losses of a run stand on this axis."""
+    samples = (*curves.train_loss(found), *curves.validation_loss(found))
+    return [place for sample in samples if (place := sample.at(axis)) is not None]
+
+
+def _name_scores(axes: Axes, finals: Sequence[Final]) -> None:
+    """The final scores in words, behind the right edge at their heights; moved apart where two are close."""
+    low, high = axes.get_ylim()
+    apart = TEXT_SHARE * (high - low)
+    in_order = sorted(finals, key=lambda final: -final.loss)
+    texts = [f"{final.bpb:.4f}  {SCORE_NAMES[final.rank]}" for final in in_order]
+    heights: list[float] = []
+    for final in in_order:
+        heights.append(min(final.loss, heights[-1] - apart) if heights else final.loss)
+    if texts:
+        texts.append("bits per byte:")
+        heights.append(heights[0] + apart)
+    for text, height in zip(texts, heights, strict=True):
+        axes.annotate(text, (1.01, height), xycoords=("axes fraction", "data"), va="center", fontsize=10,
+                      annotation_clip=False)  # fmt: skip
+
+
+def _draw_bits(axes: Axes, runs: Sequence[Colored], axis: str) -> None:
     """Bits per byte of validations during training."""
-    for index, found in enumerate(runs):
+    for found, color, label in runs:
         scores = curves.validation_bpb(found)
-        _line(axes, scores, axis, "o-", color=f"C{index % 10}", linewidth=1, markersize=4)
-    _label(axes, axis, "bits per byte, validation")
+        _line(axes, scores, axis, "o-", color=color, linewidth=1.2, markersize=4, label=label)
+    _label(axes, "Validation", axis, "bits per byte")
+    axes.legend(loc="upper right")
 
 
-def _draw_times(axes: Axes, runs: Sequence[Run]) -> None:
-    """Step time by step; slow intervals marked in the colour of their cause."""
+Differences = dict[int, list[float]]  # by step: new − base of each pair of runs that have it
+
+
+def paired_losses(base: Group, new: Group) -> Differences:
+    """Differences of the training loss at the steps that both runs of a pair have logged.
+
+    Pairs are the same seeds; two single runs are one, whatever their seeds.
+    """
+    before = {found.log.seed: found for found in base.runs}
+    after = {found.log.seed: found for found in new.runs}
+    pairs = [(before[seed], after[seed]) for seed in after if seed in before]
+    if not pairs and len(base.runs) == len(new.runs) == 1:
+        pairs = [(base.runs[0], new.runs[0])]
+    found: Differences = {}
+    for one, other in pairs:
+        values = {sample.step: sample.value for sample in curves.train_loss(one)}
+        for sample in curves.train_loss(other):
+            if sample.step in values:
+                found.setdefault(sample.step, []).append(sample.value - values[sample.step])
+    return {step: values for step, values in sorted(found.items()) if all(map(math.isfinite, values))}
+
+
+def _draw_difference(axes: Axes, base: Group, new: Group, axis: str) -> None:
+    """New − base: each step, the mean over its neighbors, and the 95% band of that mean."""
+    differences = paired_losses(base, new)
+    places = {sample.step: sample.at(axis) for found in new.runs for sample in curves.train_loss(found)}
+    known = {step: x for step in differences if (x := places[step]) is not None}
+    steps, xs = list(known), list(known.values())
+    means, halves = curves.band([differences[step] for step in steps])
+    for step, x in known.items():
+        here = differences[step]
+        axes.scatter([x] * len(here), here, s=9, color="#6b7280", alpha=0.35, linewidths=0)
+    lower = [mean - half for mean, half in zip(means, halves, strict=True)]
+    upper = [mean + half for mean, half in zip(means, halves, strict=True)]
+    band = "95% band of the mean"
+    axes.fill_between(xs, lower, upper, color=COLORS[1], alpha=0.18, linewidth=0, label=band)
+    axes.plot(xs, means, "-", color=COLORS[1], linewidth=1.8, label="mean of neighboring steps")
+    axes.axhline(0.0, color="#111827", linewidth=1.0)
+    settled = [i for i, step in enumerate(steps) if step >= STEEP_SHARE * steps[-1]]
+    height = 1.2 * max(max(abs(lower[i]), abs(upper[i])) for i in settled) or 0.1
+    axes.set_ylim(-height, height)
+    count = max(map(len, differences.values()))
+    seeds = f", {count} seeds" if count > 1 else ""
+    _label(axes, f"{new.name} − {base.name}{seeds}", axis, "training loss; below 0: new is better")
+    axes.legend(loc="upper right")
+
+
+def _draw_times(axes: Axes, runs: Sequence[Colored]) -> None:
+    """Step time by step with its median; slow intervals marked in the color of their cause."""
     shown: set[str] = set()
-    for index, found in enumerate(runs):
-        times = curves.step_times(found)
-        axes.plot([t.step for t in times], [t.ms for t in times], color=f"C{index % 10}", linewidth=0.8)
-        for cause, colour in CAUSE_COLOURS.items():
+    drawn = [(found, curves.step_times(found.run)) for found in runs]
+    drawn = [(found, times) for found, times in drawn if times]
+    median_of = [statistics.median(t.ms for t in times) for _, times in drawn]
+    longest = max(t.ms for _, times in drawn for t in times)
+    top = min(TALL_STEPS * max(median_of), longest)
+    beyond = 0
+    for ((_, color, label), times), median in zip(drawn, median_of, strict=True):
+        xs, heights = [t.step for t in times], [min(t.ms, top) for t in times]
+        beyond += sum(t.ms > top for t in times)
+        axes.plot(xs, heights, color=color, linewidth=1.2, alpha=0.8)
+        name = f"{label}: median {median:.4g} ms" if label else None
+        axes.axhline(median, color=color, linewidth=1.0, linestyle="--", label=name)
+        for cause, cause_color in CAUSE_COLORS.items():
             slow = [t for t in times if t.cause == cause]
             if slow:
-                label = cause if cause not in shown else None
-                axes.scatter(
-                    [t.step for t in slow], [t.ms for t in slow], s=18, color=colour, label=label, zorder=3
-                )
+                label = f"slow: {CAUSE_NAMES[cause]}" if cause not in shown else None
+                points = [t.step for t in slow], [min(t.ms, top) for t in slow]
+                axes.scatter(*points, s=22, color=cause_color, label=label, zorder=3)
                 shown.add(cause)
-    axes.set_xlabel("steps")
-    axes.set_ylabel("ms per step")
-    axes.grid(alpha=0.3)
-    if shown:
-        axes.legend(title="slow by", fontsize=7)
+    axes.set_ylim(0, 1.3 * top)  # with room for the legend
+    edge = f" ({beyond} beyond the edge)" if beyond else ""
+    _label(axes, "Step time", "steps", f"milliseconds per step{edge}")
+    axes.legend(loc="upper right")
 
 
-def _draw_histogram(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_histogram(axes: Axes, runs: Sequence[Colored]) -> None:
     """Distribution of step times without slow first ones, which would stretch the axis."""
-    for index, found in enumerate(runs):
+    for found, color, label in runs:
         times = [t.ms for t in curves.step_times(found) if t.cause != "start"]
         if times:
-            axes.hist(times, bins=BINS, histtype="step", color=f"C{index % 10}")
-    axes.set_xlabel("ms per step")
-    axes.set_ylabel("logged steps")
-    axes.grid(alpha=0.3)
-
-
-def _draw_causes(axes: Axes, runs: Sequence[Run]) -> None:
-    """How many slow intervals each cause has."""
-    from matplotlib.ticker import MaxNLocator
-
-    counts = Counter(t.cause for found in runs for t in curves.step_times(found) if t.cause)
-    causes = [cause for cause in CAUSE_COLOURS if counts[cause]]
-    axes.bar(causes, [counts[cause] for cause in causes], color=[CAUSE_COLOURS[cause] for cause in causes])
-    axes.set_ylabel("slow steps")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.hist(times, bins=BINS, histtype="step", linewidth=1.4, color=color, label=label)
+    _label(axes, "Distribution of step times", "milliseconds per step", "logged steps")
+    axes.legend(loc="upper right")

@@ -71,12 +71,12 @@ def read_sweep(path: Path, environ: Mapping[str, str] = os.environ) -> Sweep:
     environ: the shell, whose settings reach every row where the row has none of its own.
     """
     found = read_lines(path)
-    everywhere = pairs(path, "all", found.get("all", []))
+    everywhere = pairs(f"{path}, row all", found.get("all", []))
     start = found.get("start") or [sys.executable, str(REPO / "train_gpt.py")]
     rows: dict[str, Row] = {}
     for name, words in found.items():
         if name not in RESERVED:
-            given = {**everywhere, **pairs(path, name, words)}
+            given = {**everywhere, **pairs(f"{path}, row {name}", words)}
             rows[name] = read_row(path, name, given, start, rows, environ)
     if not rows:
         raise RecordError(
@@ -120,14 +120,23 @@ def read_lines(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def pairs(path: Path, name: str, words: Sequence[str]) -> dict[str, str]:
-    """The words NAME=VALUE of a line. RecordError for another word, or a variable that the driver sets."""
+def settings_of_shell(environ: Mapping[str, str], script: Path | None = None) -> dict[str, str]:
+    """The variables of the shell that are settings of a script, and no driver's own."""
+    reaches = {"CONFIG", *config_class(script)().as_env()}.difference(SET_BY_THE_DRIVER)
+    return {variable: value for variable, value in environ.items() if variable in reaches}
+
+
+def pairs(place: str, words: Sequence[str]) -> dict[str, str]:
+    """The words NAME=VALUE of a line. RecordError for another word, or a variable that the driver sets.
+
+    place: where they stand, for the message.
+    """
     found = {}
     for word in words:
         variable, equals, value = word.partition("=")
         if not equals or variable in SET_BY_THE_DRIVER:
-            raise RecordError(f"{path}, row {name}: {word!r} is not SETTING=VALUE, or the sweep sets it; "
-                              "seeds stand in the line `seeds:`")  # fmt: skip
+            raise RecordError(f"{place}: {word!r} is not SETTING=VALUE, or is set for each run by itself; "
+                              "seeds stand in the line `seeds:` of a sweep")  # fmt: skip
         found[variable] = value
     return found
 
@@ -150,9 +159,5 @@ def read_row(
         if variable != "CONFIG" and variable not in known_settings and not variable.startswith(LAUNCHERS):
             near = similar_setting(variable) or "a name that train_gpt.py --help lists"
             raise RecordError(f"{path}, row {name}: {variable} is not a setting; did you mean {near}?")
-    if of:
-        beneath = above[of].settings
-    else:
-        reaches = {"CONFIG", *known_settings}.difference(SET_BY_THE_DRIVER)
-        beneath = {variable: value for variable, value in environ.items() if variable in reaches}
+    beneath = above[of].settings if of else settings_of_shell(environ, script)
     return Row(name, {**beneath, **settings}, [*start[:-1], str(script)] if script else start, script, of)

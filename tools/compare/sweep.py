@@ -31,13 +31,12 @@ from statistics import fmean
 
 from tools.compare import overview
 from tools.compare.diff import columns
-from tools.compare.driver import directory_of, run_once, scores_of, version_of
-from tools.compare.paired import paired
+from tools.compare.driver import directory_of, locked, run_once, scores_of, version_of
 from tools.compare.rows import Row, Sweep, read_sweep
 from tools.runs.logs import STAGES
 from tools.runs.runs import LOG
 from tools.runs.settings import UNSET
-from tools.runs.stats import p_text
+from tools.runs.stats import PAIRED, p_text, paired
 
 Scores = dict[str, dict[str, float]]  # of a row: by stage, then by seed
 
@@ -56,12 +55,11 @@ def run(args: argparse.Namespace) -> int:
     sweep = read_sweep(args.file)
     folder = args.folder or args.runs / sweep.name
     if not args.table:
-        for seed in sweep.seeds:
-            for row in sweep.rows.values():
-                failed = run_once(row, seed, folder)
-                if failed:
-                    print(f"tools sweep: {failed}; the runs behind it were not started", file=sys.stderr)
-                    return 1
+        with locked(folder, sweep.name):
+            failed = run_all(sweep, folder)
+        if failed:
+            print(f"tools sweep: {failed}; the runs behind it were not started", file=sys.stderr)
+            return 1
     directories = [directory_of(folder, row, seed) for row in sweep.rows for seed in sweep.seeds]
     begun = [path for path in directories if (path / LOG).is_file()]
     if begun:
@@ -71,6 +69,16 @@ def run(args: argparse.Namespace) -> int:
     for warning in mixed_versions(sweep, folder):
         print(warning)
     return 0
+
+
+def run_all(sweep: Sweep, folder: Path) -> str:
+    """Run the rows in turns, seed by seed. Returns why it ended early; empty text if all is well."""
+    for seed in sweep.seeds:
+        for row in sweep.rows.values():
+            failed = run_once(row, seed, folder)
+            if failed:
+                return failed
+    return ""
 
 
 def differences(sweep: Sweep, folder: Path) -> str:
@@ -98,22 +106,25 @@ def scores_by_stage(row: Row, seeds: list[str], folder: Path) -> Scores:
 
 
 def table_of(head: str, rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Per row the mean score; against the first row the paired difference, its 95 % interval and p."""
+    """Per row the mean score; against the first row the paired difference, its 95% interval and p.
+
+    A difference is new − base: negative is better.
+    """
     base, *others = rows
     cells = []
     for name, scores in rows.items():
-        told = [UNSET] * 3
+        shown = [UNSET] * 3
         found = paired(scores, rows[base]) if name != base else None
         if found is not None:
-            told[0] = f"{found.difference:+.5f}"
+            shown[0] = f"{found.difference:+.5f}"
             if found.interval is not None:
-                told[1] = "{:+.5f} to {:+.5f}".format(*found.interval)
+                shown[1] = "{:+.5f} to {:+.5f}".format(*found.interval)
             if found.p is not None:
-                told[2] = p_text(found.p)
-        cells.append([name, str(len(scores)), f"{fmean(scores.values()):.5f}", *told])
+                shown[2] = p_text(found.p)
+        cells.append([name, str(len(scores)), f"{fmean(scores.values()):.5f}", *shown])
     heads = [head, "seeds", "bits per byte"]
     if others:
-        heads += [f"minus {base}", "95 % interval", "paired t-test"]
+        heads += [f"minus {base}", "95% interval", f"two-sided {PAIRED}"]
     return columns(heads, [row[: len(heads)] for row in cells])
 
 

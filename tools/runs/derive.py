@@ -294,17 +294,24 @@ def compare_with(
     results: Mapping[str, Mapping[str, Any]],
     base_bpb: Sequence[float],
     base_nats: Sequence[float],
+    base_seeds: Sequence[int],
 ) -> dict[str, Any]:
-    """The `comparison` object, with the baseline's own numbers so that it can be derived again."""
+    """The `comparison` object, with the baseline's own numbers so that it can be derived again.
+
+    base_seeds: of the baseline's scores, in their order; empty where one is not known.
+    """
     verdict: Comparison = compare(
         [result["val_bpb"] for result in results.values()],
         base_bpb,
         [result["val_loss"] for result in results.values()],
         base_nats,
+        [int(seed) for seed in results],
+        base_seeds,
     )
     return {
         "baseline": baseline,
         "baseline_val_bpb": list(base_bpb),
         "baseline_val_loss": list(base_nats),
+        "baseline_seeds": list(base_seeds),
         **verdict.as_json(),
     }

@@ -197,6 +197,13 @@ def scores(runs: Sequence[Run], attribute: str) -> list[float]:
     return [getattr(run.score, attribute) for run in runs if run.score]
 
 
+def seeds_of(runs: Sequence[Run]) -> list[int]:
+    """The seeds of the runs that have a score; none where one is not known, or occurs twice."""
+    seeds = [run.log.seed for run in runs if run.score]
+    known = [seed for seed in seeds if seed is not None]
+    return known if len(set(known)) == len(seeds) else []
+
+
 def output_path(path: Path, name: str) -> Path:
     """Where a tool writes NAME by default, made from `path`: into a run directory.
 

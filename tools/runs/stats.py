@@ -1,17 +1,26 @@
-"""The comparison of two groups of seeds at the challenge's standards; the tests themselves are scipy's.
+"""The one way in which two sets of scores are compared here, and the challenge's own rule for records.
 
-The figures may come from anybody's log: NaN and infinity pass through, and statistics.stdev raises at them.
+A difference is new − base: negative is better. Its p is two-sided, from a paired t-test over equal seeds, or
+from Welch's t-test where the seeds differ. The tests themselves are scipy's.
+
+The scores may come from anybody's log: NaN and infinity pass through, and statistics.stdev raises at them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean as mean
-from typing import Any
+from typing import Any, TypeVar
 
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P
+
+CONFIDENCE = 0.95
+PAIRED = "paired t-test"
+WELCH = "Welch's t-test"
+
+Seed = TypeVar("Seed", bound=Hashable)
 
 
 def deviation(values: Sequence[float]) -> float | None:
@@ -29,20 +38,114 @@ def mean_and_deviation(values: Sequence[float], form: str) -> str:
 
 
 @dataclass(frozen=True)
-class Welch:
+class Difference:
+    """New − base, negative is better where lower is better; how sure it is, and how likely by chance.
+
+    One pair has a difference and nothing else. Differences that are all alike have an interval without width
+    and no p.
+    """
+
+    test: str  # PAIRED or WELCH
+    seeds_new: int
+    seeds_base: int
+    difference: float
+    error: float | None = None  # the standard error of the difference
+    interval: tuple[float, float] | None = None  # of 95%
+    p: float | None = None  # two-sided
+
+    @property
+    def seeds_in_words(self) -> str:
+        """How many seeds it is of, in words."""
+        counted = f"{self.seeds_new} seed{'s' if self.seeds_new > 1 else ''}"
+        return counted if self.test == PAIRED else f"{counted} against {self.seeds_base}"
+
+    @property
+    def test_in_words(self) -> str:
+        """The test with its sides and seeds."""
+        return f"two-sided {self.test}, {self.seeds_in_words}"
+
+    def in_words(self) -> str:
+        """Interval, p, the test and its seeds, in words."""
+        if self.interval is None:
+            return f"cannot be tested: {self.seeds_in_words}"
+        low, high = self.interval
+        p = "no p, as the differences are all alike" if self.p is None else p_text(self.p)
+        return f"95% interval {low:+.6f} to {high:+.6f}, {p} ({self.test_in_words})"
+
+
+def paired(new: Mapping[Seed, float], base: Mapping[Seed, float]) -> Difference | None:
+    """The paired t-test of the scores by seed, over the seeds that both have; None without one."""
+    differences = [new[seed] - base[seed] for seed in new if seed in base]
+    if not differences:
+        return None
+    return of_pairs(differences)
+
+
+def of_pairs(differences: Sequence[float]) -> Difference:
+    """The paired t-test of differences new − base, of a seed each."""
+    count = len(differences)
+    centre = mean(differences)
+    if count == 1:
+        return Difference(PAIRED, 1, 1, centre)
+    spread = deviation(differences)
+    assert spread is not None
+    return _with_t(PAIRED, count, count, centre, spread / math.sqrt(count), count - 1)
+
+
+def welch(new: Sequence[float], base: Sequence[float]) -> Difference:
+    """Welch's two-sided t-test of two groups of scores, whose variances may differ."""
+    centre = mean(new) - mean(base)
+    if min(len(new), len(base)) < 2:
+        return Difference(WELCH, len(new), len(base), centre)
+    squares = [(deviation(group) or 0.0) ** 2 / len(group) for group in (new, base)]
+    error = math.sqrt(sum(squares))
+    freedom = math.nan
+    if error:
+        parts = [square**2 / (len(group) - 1) for square, group in zip(squares, (new, base), strict=True)]
+        freedom = error**4 / sum(parts)
+    return _with_t(WELCH, len(new), len(base), centre, error, freedom)
+
+
+def _with_t(
+    test: str, seeds_new: int, seeds_base: int, centre: float, error: float, freedom: float
+) -> Difference:
+    """A difference with the interval and the p of Student's t."""
+    if error == 0.0:
+        return Difference(test, seeds_new, seeds_base, centre, error, (centre, centre))
+    from scipy import stats  # half a second to import
+
+    student = stats.t(freedom)
+    half_width = float(student.ppf((1 + CONFIDENCE) / 2)) * error
+    interval = (centre - half_width, centre + half_width)
+    p = 2 * float(student.sf(abs(centre) / error))
+    return Difference(test, seeds_new, seeds_base, centre, error, interval, p)
+
+
+def difference(new: Mapping[Seed, float], base: Mapping[Seed, float]) -> Difference:
+    """The paired t-test where both sides have the same seeds, else Welch's."""
+    if new.keys() == base.keys():
+        return of_pairs([new[seed] - base[seed] for seed in new])
+    return welch(list(new.values()), list(base.values()))
+
+
+def p_text(p: float) -> str:
+    """A p-value with four digits; a smaller one as a bound."""
+    return "p < 0.0001" if p < 1e-4 else f"p = {p:.4f}"
+
+
+# --- the challenge's rule for records: one-sided, and by Welch's test whatever the seeds are ---
+
+
+@dataclass(frozen=True)
+class RecordTest:
     """A t-test that the first group is lower: statistic, degrees of freedom, one-sided p."""
 
     t: float
     df: float
     p: float
 
-    @classmethod
-    def of(cls, result: Any) -> Welch:
-        """From what scipy returns."""
-        return cls(float(result.statistic), float(result.df), float(result.pvalue))
 
-
-def welch_lower(new: Sequence[float], base: Sequence[float], margin: float = 0.0) -> Welch | None:
+def welch_lower(new: Sequence[float], base: Sequence[float], margin: float = 0.0) -> RecordTest | None:
     """Test mean(new) < mean(base) - margin with unequal variances; None with fewer than two values a side.
 
     This is the test behind the leaderboard's published p-values (#1902), there without a margin.
@@ -51,55 +154,47 @@ def welch_lower(new: Sequence[float], base: Sequence[float], margin: float = 0.0
         return None
     if not (deviation(new) or deviation(base)):
         return None  # no spread at all: the test is undefined
-    from scipy import stats  # half a second to import, needed by two verbs only
-
-    shifted = [value - margin for value in base]
-    return Welch.of(stats.ttest_ind(new, shifted, equal_var=False, alternative="less"))
-
-
-def paired_lower(pairs: Sequence[tuple[float, float]]) -> Welch | None:
-    """The paired t-test that the first of each pair is lower; None with fewer than two pairs or no spread."""
-    differences = [new - base for new, base in pairs]
-    if not deviation(differences):
-        return None
     from scipy import stats
 
-    return Welch.of(stats.ttest_1samp(differences, 0.0, alternative="less"))
-
-
-def p_text(p: float) -> str:
-    """A p-value with four digits; a smaller one as a bound."""
-    return "p < 0.0001" if p < 1e-4 else f"p = {p:.4f}"
+    shifted = [value - margin for value in base]
+    result: Any = stats.ttest_ind(new, shifted, equal_var=False, alternative="less")
+    return RecordTest(float(result.statistic), float(result.df), float(result.pvalue))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """New against base at both standards; gains are positive when the new runs are better.
+    """New against base: the difference of their scores, and the outcome at the challenge's two standards.
 
-    `gain_nats_per_byte` is `gain_bpb` times ln 2. `gain_nats_per_token` and the margin test need losses over
-    the same tokenizer; where bytes per token differ between the groups both are None. `paired` is the test by
-    seeds, None where the groups do not have the same ones.
+    A difference in nats per token and the test beyond the margin need losses over the same tokenizer; where
+    bytes per token differ between the groups both are None.
     """
 
-    seeds_new: int
-    seeds_base: int
     bpb_new: float
     bpb_base: float
-    gain_bpb: float
-    gain_nats_per_byte: float
-    gain_nats_per_token: float | None
-    frontier: Welch | None
-    margin: Welch | None
-    paired: Welch | None
+    difference: Difference  # in bits per byte
+    nats_per_token: float | None  # the difference of the losses
+    frontier: RecordTest | None
+    margin: RecordTest | None
     meets_frontier: bool
     meets_margin: bool
 
+    @property
+    def nats_per_byte(self) -> float:
+        return self.difference.difference * math.log(2.0)
+
     def as_json(self) -> dict[str, object]:
-        """Its fields; without `paired` where there is no such test."""
-        fields = asdict(self)
-        if self.paired is None:
-            del fields["paired"]
-        return fields
+        """Its numbers, flat. The interval is two numbers, as a list would be compared digit by digit."""
+        found = self.difference
+        low, high = found.interval or (None, None)
+        tests = {name: asdict(test) if test else None
+                 for name, test in (("frontier", self.frontier), ("margin", self.margin))}  # fmt: skip
+        return {
+            "seeds_new": found.seeds_new, "seeds_base": found.seeds_base,
+            "bpb_new": self.bpb_new, "bpb_base": self.bpb_base,
+            "difference_bpb": found.difference, "difference_nats_per_token": self.nats_per_token,
+            "test": found.test, "interval_low": low, "interval_high": high, "p_two_sided": found.p,
+            **tests, "meets_frontier": self.meets_frontier, "meets_margin": self.meets_margin,
+        }  # fmt: skip
 
 
 SAME_TOKENIZER = 1e-3  # relative difference of bytes per token below which losses per token compare
@@ -110,13 +205,17 @@ def compare(
     base_bpb: Sequence[float],
     new_nats: Sequence[float],
     base_nats: Sequence[float],
-    pairs: Sequence[tuple[float, float]] = (),
+    new_seeds: Sequence[int] = (),
+    base_seeds: Sequence[int] = (),
 ) -> Comparison:
-    """Compare two groups of seeds; `*_nats` are nats per token, seed by seed, or empty where unknown.
+    """Compare two groups of runs; `*_nats` are nats per token, run by run, or empty where unknown.
 
-    pairs: new and base bits per byte of each seed, where all seeds of the groups are the same.
+    new_seeds, base_seeds: of each run, in the same order; empty where one is not known, or occurs twice.
     """
-    gain = mean(base_bpb) - mean(new_bpb)
+    found = welch(new_bpb, base_bpb)
+    if new_seeds and base_seeds:
+        new = dict(zip(new_seeds, new_bpb, strict=True))
+        found = difference(new, dict(zip(base_seeds, base_bpb, strict=True)))
     frontier = welch_lower(new_bpb, base_bpb)
     comparable = bool(new_nats and base_nats)
     if comparable:
@@ -124,16 +223,12 @@ def compare(
         comparable = abs(ratio - 1) < SAME_TOKENIZER
     margin = welch_lower(new_nats, base_nats, MARGIN_NATS) if comparable else None
     return Comparison(
-        seeds_new=len(new_bpb),
-        seeds_base=len(base_bpb),
         bpb_new=mean(new_bpb),
         bpb_base=mean(base_bpb),
-        gain_bpb=gain,
-        gain_nats_per_byte=gain * math.log(2.0),
-        gain_nats_per_token=mean(base_nats) - mean(new_nats) if comparable else None,
+        difference=found,
+        nats_per_token=mean(new_nats) - mean(base_nats) if comparable else None,
         frontier=frontier,
         margin=margin,
-        paired=paired_lower(pairs),
         meets_frontier=bool(frontier and frontier.p < FRONTIER_P),
         meets_margin=bool(margin and margin.p < MARGIN_P),
     )

@@ -82,6 +82,7 @@ from tools.runs.runs import (
     Group,
     RunDirectory,
     load_group,
+    seeds_of,
     settings_that_differ,
 )
 from tools.runs.settings import changed_settings
@@ -506,7 +507,7 @@ def write_folder(
     packed = submission(identity, evidences, len(code.script), files, None, facts, proof=proved)
     if base is not None:
         packed["comparison"] = compare_with(
-            base.name, packed["seed_results"], base.scores("bpb"), base.scores("loss")
+            base.name, packed["seed_results"], base.scores("bpb"), base.scores("loss"), seeds_of(base.runs)
         )
         if not (folder / BASELINE_DIFF).exists():
             packed["comparison"]["settings"] = settings_against(base, runs[0])

@@ -323,7 +323,10 @@ def _comparison(
         scores = of_bases[0]
     if not all(scores):
         return None
-    derived = compare_with(str(claimed.get("baseline")), results, *scores)
+    seeds = [int(seed) for seed in _numbers(claimed.get("baseline_seeds"))]
+    if len(seeds) != len(scores[0]):
+        seeds = []
+    derived = compare_with(str(claimed.get("baseline")), results, *scores, seeds)
     settings = claimed.get("settings")
     if isinstance(settings, list):  # of the baseline, which may not be here
         derived["settings"] = [row for row in settings if isinstance(row, list)]

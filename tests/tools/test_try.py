@@ -1,0 +1,273 @@
+"""`try`: verdicts on planted changes, kills, refusals, and what it remembers from one try to the next."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import Started
+from tests.support.tiny import environment
+from tools import REPO
+from tools.__main__ import main
+from tools.compare import driver, history, judge, sides
+from tools.compare.sequential import DROP, KEEP, UNDECIDED
+
+# It trains nothing: a score is a function of MATRIX_LR, SEED and GAIN, with noise of the first two.
+SCRIPT = '''
+"""A version of train_gpt.py."""
+GAIN = 0.0
+# ============
+# EVALUATION — every target is scored once.
+# ============
+
+
+def evaluate(bpb):
+    """The score."""
+    return bpb
+
+
+# ============
+# QUANTIZE — the end.
+# ============
+if __name__ == "__main__":
+    import json, os, pathlib, random, sys, time
+    env = os.environ
+    run = pathlib.Path(env.get("RESUME") or pathlib.Path(env["RUNS_DIR"], env["RUN_ID"]))
+    with open("starts", "a") as starts:
+        starts.write(run.name + " ")
+    run.mkdir(parents=True, exist_ok=True)
+    rate = float(env["MATRIX_LR"])
+    (run / "config.env").write_text("".join(f"{name}={env[name]}\\n" for name in ("MATRIX_LR", "SEED")))
+    if run.name == env.get("TEST_SLEEPS") and not pathlib.Path("slept").exists():
+        pathlib.Path("slept").touch()
+        time.sleep(60)
+    if run.name == env.get("TEST_FAILS"):
+        sys.exit(3)
+    noise = 0 if rate == 0.025 else random.Random(f"{rate} {env['SEED']}").gauss(0, 0.001)
+    bpb = evaluate(1.5 + (0.025 - rate) + 0.01 * int(env["SEED"]) + noise - GAIN)
+    (run / "train_gpt.py").write_bytes(pathlib.Path(sys.argv[0]).read_bytes())
+    log = ["step:10/400 train_loss:3.0000 train_time:500ms step_avg:50.00ms",
+           f"final_int6_roundtrip_exact val_loss:{2 * bpb:.8f} val_bpb:{bpb:.8f} scored_tokens:9 val_bytes:9"]
+    (run / "log.txt").write_text("\\n".join(log))
+    hardware = {"device": env.get("TEST_DEVICE", "CPU"), "threads": 2}
+    limits = {"artifact_bytes": {"value": 200000, "limit": 300000, "ok": True}}
+    summary = {"exit": "finished", "limits": limits, "hardware": hardware, "stream_hash": env["SEED"]}
+    (run / "summary.json").write_text(json.dumps(summary))
+    sys.exit()
+
+from dataclasses import dataclass
+import train_gpt
+
+@dataclass(frozen=True)
+class Config(train_gpt.Config):
+    new_thing: float = train_gpt.setting(0.0, "a technique")
+'''
+BUDGET = """ITERATIONS=10
+MATRIX_LR=0.025
+TTT_ENABLED=0
+EVAL_STRIDE=0
+DATA_PATH=data
+TOKENIZER_PATH=pieces
+"""
+
+Try = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a script, which is its own base, a budget, and something to be scored on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.py").write_text(SCRIPT)
+    (tmp_path / "budget.env").write_text(BUDGET)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/fineweb_val_000000.bin").write_bytes(b"text")
+    (tmp_path / "pieces").write_bytes(b"tokenizer")
+    return tmp_path
+
+
+def command(*words: str) -> list[str]:
+    return ["try", "--base", "base.py", "--script", "base.py", "--config", "budget.env", *words]
+
+
+@pytest.fixture
+def try_it(place: Path, capfd: pytest.CaptureFixture[str]) -> Try:
+    """Runs the verb. Returns its exit status and what it prints, errors last."""
+
+    def run(*words: str) -> tuple[int, list[str]]:
+        status = main(command(*words))
+        printed = capfd.readouterr()
+        return status, (printed.out if status != 2 else printed.err).splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(("rate", "word", "status", "why"), [
+    ("0.05", KEEP, 0, "it gains; new − base -0.02"), ("0.015", DROP, 1, "it does harm; new − base +0.01"),
+    ("0.0251", UNDECIDED, 3, "about "),
+])  # fmt: skip
+def test_a_planted_change_gets_its_verdict(
+    rate: str, word: str, status: int, why: str, try_it: Try, place: Path
+) -> None:
+    ended, lines = try_it(f"MATRIX_LR={rate}", "--seeds", "6", "--useful", "0")
+    assert ended == status and lines[-1].startswith(f"{word}: {why}")
+    pairs = 6 if word == UNDECIDED else 4
+    assert f"two-sided paired t-test, {pairs} seeds" in lines[-1] and "50.0 → 50.0 ms/step" in lines[-1]
+    starts = (place / "starts").read_text().split()
+    assert starts[:4] == ["base-seed1337", "new-seed1337", "new-seed1338", "base-seed1338"]  # in turns
+    assert len(starts) == 2 * pairs
+    # Asked again, it only looks; with more seeds it goes on.
+    assert try_it(f"MATRIX_LR={rate}", "--seeds", "6", "--useful", "0")[1][-1] == lines[-1]
+    try_it(f"MATRIX_LR={rate}", "--seeds", "7", "--useful", "0")
+    assert len((place / "starts").read_text().split()) == (14 if word == UNDECIDED else 2 * pairs)
+    assert history.tries_of_today(place / "runs/try") == 1
+
+
+def test_a_comment_changes_nothing_and_it_says_so_early(try_it: Try, place: Path) -> None:
+    (place / "edited.py").write_text(SCRIPT.replace("GAIN = 0.0", "GAIN = 0.0  # a comment"))
+    status, lines = try_it("--script", "edited.py")
+    assert status == 3 and lines[-1].startswith("undecided: both sides score the same to the last digit")
+    assert len((place / "starts").read_text().split()) == 8
+
+
+def test_a_killed_try_ends_with_the_same_table(try_it: Try, place: Path) -> None:
+    """Killed for good while a run is under way, which ends with it; nothing of it counts."""
+    straight = try_it("MATRIX_LR=0.0251", "--seeds", "4", "--runs", "straight")[1]
+    environ = {**os.environ, "TEST_SLEEPS": "new-seed1338", "PYTHONPATH": str(REPO)}
+    words = [sys.executable, "-m", "tools", *command("MATRIX_LR=0.0251", "--seeds", "4")]
+    process = subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL)
+    while not (place / "slept").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    status, lines = try_it("MATRIX_LR=0.0251", "--seeds", "4")
+    assert status == 2 and "wait for it" in lines[-1]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    while status == 2:  # until the run that it left has got the signal
+        status, lines = try_it("MATRIX_LR=0.0251", "--seeds", "4")
+    assert status == 3
+    assert lines[3:] == straight[3:]
+    assert [path.name for path in (place / "runs/try").glob("*/stopped/*")] == ["new-seed1338.1"]
+
+
+def test_the_next_try_knows_what_pairs_can_show_and_what_was_kept(try_it: Try, place: Path) -> None:
+    assert "not known yet" in try_it("MATRIX_LR=0.05")[1][2]
+    shown = re.search(r"scatter by (0\.00\d+) here \(4 earlier pairs\).* 4 pairs (\S+), 6 pairs (\S+),",
+                      try_it("MATRIX_LR=0.06", "--seeds", "1")[1][2])  # fmt: skip
+    assert shown is not None and float(shown[3]) < float(shown[2]) < 10 * float(shown[1])
+    # Another budget scatters otherwise.
+    (place / "longer.env").write_text(BUDGET.replace("ITERATIONS=10", "ITERATIONS=11"))
+    assert "not known yet" in try_it("MATRIX_LR=0.05", "--config", "longer.env", "--seeds", "1")[1][2]
+    # What was kept is the next base, with its settings; the others of the day do not matter.
+    status, lines = try_it("NEW_THING=1", "--base", "keep", "--seeds", "1")
+    assert status == 3 and "the last one kept" in lines[0] and "MATRIX_LR" not in lines[0]
+    (row,) = [line for line in lines if line.startswith("1337 ")]
+    assert row.split()[1] == row.split()[2]  # both have its learning rate
+    assert "tries with a verdict today: 4" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ((), "both sides are the same: base.py is the script of base.py, and no setting differs"),
+    (("MATRIX_LR=x",), "MATRIX_LR='x'"), (("MATRIX_LR",), "is not SETTING=VALUE"),
+    (("SEED=2",), "is set for each run by itself"), (("MATRIX_LRR=1",), "MATRIX_LRR is not a setting"),
+    (("ITERATIONS=20",), "ITERATIONS=10 → 20: budget and scoring must be the same"),
+    (("EVAL_STRIDE=16",), "EVAL_STRIDE > 0=False → True"), (("CPU_THREADS=1",), "CPU_THREADS=0 → 1"),
+    (("DATA_PATH=elsewhere",), "fineweb_val_000000.bin differ"),
+    (("MATRIX_LR=0.02", "--seeds", "25"), "--seeds 25: expected 1 to 24"),
+    (("MATRIX_LR=0.02", "--base", "nowhere"), "--base nowhere: expected a script"),
+    (("MATRIX_LR=0.02", "--base", "keep"), "has been kept yet"),
+    (("MATRIX_LR=0.02", "--config", "none.env"), "none.env"),
+    (("MATRIX_LR=0.02", "--equal", "seconds"), "no MAX_WALLCLOCK_SECONDS above 0"),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_refused_and_leaves_nothing(
+    words: Sequence[str], message: str, try_it: Try, place: Path
+) -> None:
+    status, lines = try_it(*words)
+    assert status == 2 and message in "\n".join(lines)
+    assert not (place / "starts").exists() and not list(place.glob("runs/try/*"))
+
+
+def test_the_judge_sees_code_that_scores_and_no_comments(try_it: Try, place: Path) -> None:
+    def edited(before: str, after: str) -> list[str]:
+        assert before in SCRIPT
+        (place / "edited.py").write_text(SCRIPT.replace(before, after))
+        return judge.scoring_changes(place / "base.py", place / "edited.py")
+
+    assert edited('"""The score."""', "# The score, in bits per byte.") == []
+    assert edited("GAIN = 0.0", "GAIN = 0.1") == []  # of training
+    assert edited("    return bpb", "    return bpb - 0.1") == ["evaluate"]
+    status, lines = try_it("--script", "edited.py")
+    assert status == 2 and "the scoring code differs between the sides: evaluate" in lines[-1]
+    assert edited("def evaluate", "CLIP = 1\n\n\ndef evaluate") == ["CLIP"]
+    # All that the script calls its evaluation, and what reads the text and reports the score.
+    scoring = judge.scoring_code(REPO / "train_gpt.py")
+    assert {"Ledger", "evaluate", "read_tokens", "summarize"} <= scoring.keys()
+
+
+def test_a_run_that_fails_and_other_conditions_end_a_try(
+    try_it: Try, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_FAILS", "new-seed1337")
+    status, lines = try_it("MATRIX_LR=0.05")
+    assert status == 2 and "new-seed1337 ended with exit status 3" in lines[-1]
+    monkeypatch.delenv("TEST_FAILS")
+    assert try_it("MATRIX_LR=0.05", "--seeds", "1")[0] == 3
+    monkeypatch.setenv("TEST_DEVICE", "another CPU")
+    status, lines = try_it("MATRIX_LR=0.05", "--seeds", "2")
+    assert status == 2 and "unlike conditions (device CPU and another CPU)" in lines[-1]
+
+
+def test_the_base_is_where_the_branch_left_main_or_what_was_kept(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=A", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *words], cwd=place, check=True, capture_output=True)
+
+    monkeypatch.setattr(sides, "REPO", place)
+    monkeypatch.setattr(sides, "SCRIPT", place / "train_gpt.py")
+    script = place / "train_gpt.py"
+    script.write_text("first\n")
+    assert sides.base_side(None, place).origin == "train_gpt.py without the change"  # no repository yet
+    git("init", "-b", "main")
+    git("add", "train_gpt.py")
+    git("commit", "-m", "one")
+    git("checkout", "-b", "idea")
+    script.write_text("second\n")
+    git("commit", "-am", "two")
+    assert sides.base_side(None, place).script == b"first\n"
+    assert sides.base_side("HEAD", place).script == b"second\n"
+    assert sides.base_side("train_gpt.py", place).script == b"second\n"
+
+
+@pytest.mark.slow  # 24 runs of the script
+def test_the_script_itself_is_judged(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A first learning rate that trains nothing against one that does, the reverse, and an edited comment."""
+
+    def forked(command: Sequence[str], variables: dict[str, str], _quiet: bool = False) -> int:
+        return Started({**os.environ, **variables}, (), tmp_path, "", Path(command[-1])).wait().status
+
+    monkeypatch.setattr(driver, "start", forked)
+    monkeypatch.chdir(tmp_path)
+    places = {"DATA_PATH": dataset, "TOKENIZER_PATH": dataset / "tokenizer.model", "VAL_TOKENS_LIMIT": 300}
+    budget = environment(**places, ITERATIONS=12, WARMUP_STEPS=0, MAX_EVAL_SECONDS=0, DEVICE="cpu")
+    (tmp_path / "budget.env").write_text("".join(f"{name}={value}\n" for name, value in budget.items()))
+    source = (REPO / "train_gpt.py").read_text(encoding="utf-8")
+    (tmp_path / "edited.py").write_text(source + "# a comment\n", encoding="utf-8")
+    idle = source.replace('tied_embed_lr: float = setting(0.03', 'tied_embed_lr: float = setting(1e-6')
+    assert idle != source
+    (tmp_path / "idle.py").write_text(idle, encoding="utf-8")
+    ours = str(REPO / "train_gpt.py")
+    for base, new, status in (("idle.py", ours, 0), (ours, "edited.py", 3), (ours, "idle.py", 1)):
+        words = ["try", "--base", base, "--script", new, "--config", "budget.env", "--seeds", "4"]
+        assert main(words) == status, capfd.readouterr().out
+        entry = json.loads((tmp_path / "runs/try/log.jsonl").read_text().splitlines()[-1])
+        assert entry["pairs"] == 4

@@ -1,0 +1,121 @@
+"""What two sides of a comparison must share, or their scores say nothing: scoring code, data, conditions.
+
+The scoring code of a script is its section EVALUATION, and the functions around it that read the validation
+text and report the score. Comments and docstrings do not count. Whether the model itself looks ahead is not
+asked here: `prove` does that.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.files import sha256_file
+from tools.runs.derive import mapping
+from tools.runs.errors import RecordError
+from tools.runs.folder import required_object
+from tools.runs.runs import SUMMARY
+from tools.runs.script import find_path
+
+BANNER = re.compile(r"^# =+\n# ([A-Za-z]+)\b.*\n# =+$", re.MULTILINE)
+SCORING_SECTION = "EVALUATION"
+SCORING_ELSEWHERE = ("open_shards", "read_tokens", "read_validation", "whole_run", "summarize")
+# Settings that are the budget or the judge of a comparison, and so the same on both sides.
+SHARED = ("ITERATIONS", "MAX_WALLCLOCK_SECONDS", "MAX_EVAL_SECONDS", "ARTIFACT_BYTES_MAX", "VAL_TOKENS_LIMIT",
+          "TTT_ENABLED", "DEVICE", "CPU_THREADS", "COMPUTE_DTYPE", "COMPILE")  # fmt: skip
+CONDITIONS = ("device", "dtype", "threads", "world_size", "gpus")  # of a summary's hardware
+
+
+def scoring_code(script: Path) -> dict[str, str]:
+    """The definitions that score, by name. RecordError for a script without a section of that name."""
+    source = script.read_text(encoding="utf-8")
+    banners = list(BANNER.finditer(source))
+    lines = [source.count("\n", 0, banner.start()) + 1 for banner in banners]
+    names = [banner[1] for banner in banners]
+    if SCORING_SECTION not in names[:-1]:
+        raise RecordError(f"{script} has no section {SCORING_SECTION} between lines of =, so try cannot see "
+                          "whether it scores as the other side does; compare them by sweep")  # fmt: skip
+    place = names.index(SCORING_SECTION)
+    found = {}
+    for statement in ast.parse(source).body:
+        name = name_of(statement)
+        if lines[place] < statement.lineno < lines[place + 1] or name in SCORING_ELSEWHERE:
+            found[name] = ast.unparse(without_docstrings(statement))
+    return found
+
+
+def name_of(statement: ast.stmt) -> str:
+    """What a top-level statement defines; of one that defines nothing, its text."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return statement.name
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+        return ast.unparse(target)
+    return ast.unparse(statement)
+
+
+def without_docstrings(statement: ast.stmt) -> ast.stmt:
+    """The statement, changed in place."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return statement
+
+
+def scoring_changes(base: Path, new: Path) -> list[str]:
+    """Names of the definitions that score otherwise in one script than in the other."""
+    before, after = scoring_code(base), scoring_code(new)
+    return [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
+
+
+def setting_changes(base: Any, new: Any) -> list[str]:
+    """`NAME=old → new` of the shared settings in which two configurations differ."""
+    before, after = base.as_env(), new.as_env()
+    # Whether windows slide decides which score counts; how far they do is a setting like another.
+    for values in (before, after):
+        values["EVAL_STRIDE > 0"] = str(float(values.get("EVAL_STRIDE", 0)) > 0)
+    changed = []
+    for name in (*SHARED, "EVAL_STRIDE > 0"):
+        if before.get(name) != after.get(name):
+            changed.append(f"{name}={before.get(name)} → {after.get(name)}")
+    return changed
+
+
+def data_changes(base: Any, new: Any) -> list[str]:
+    """Files of the validation text and the tokenizer whose bytes are not the same on both sides."""
+    before, after = scored_files(base), scored_files(new)
+    return [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
+
+
+def scored_files(config: Any) -> dict[str, str]:
+    """SHA-256 by name of the tokenizer, and of all validation shards with their sidecars."""
+    paths = sorted(find_path(config.data_path).glob("fineweb_val_*.bin"))
+    hashes = {}
+    for path in paths:
+        hashes[path.name] = sha256_file(path)
+    tokenizer = find_path(config.tokenizer_path)
+    if tokenizer.is_file():
+        hashes["tokenizer"] = sha256_file(tokenizer)
+    return hashes
+
+
+def conditions_of(directory: Path) -> dict[str, str]:
+    """Where a finished run ran: its summary's hardware, and the versions that round."""
+    summary = required_object(directory / SUMMARY)
+    hardware = mapping(summary, "hardware")
+    found = {name: str(hardware[name]) for name in CONDITIONS if name in hardware}
+    found["torch"] = str(mapping(summary, "versions").get("torch", ""))
+    return found
+
+
+def unlike_conditions(directories: Sequence[Path]) -> str:
+    """In what the conditions of finished runs differ, in words; empty where they are the same."""
+    found = [conditions_of(directory) for directory in directories]
+    for name in found[0]:
+        values = {conditions[name] for conditions in found if name in conditions}
+        if len(values) > 1:
+            return f"{name} {' and '.join(sorted(values))}"
+    return ""

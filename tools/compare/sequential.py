@@ -1,0 +1,83 @@
+"""When a series of pairs may stop: a look after every pair, at a level that allows all the looks.
+
+A look is a two-sided t-test of the paired differences at the level LOOK_P, after pair FIRST_LOOK and each
+later one up to MOST_PAIRS. That is a Pocock boundary (Biometrika 64, 1977), applied to t-tests by their
+levels (Jennison and Turnbull, Group Sequential Methods, 2000, section 3.8). Where the change does nothing,
+the chance that any of these looks shows a difference is at most 5%. So whoever stops at the first one that
+does, or adds seeds up to MOST_PAIRS, gets no more false verdicts than that. The interval of a look is a
+repeated confidence interval (chapter 9 there): with 95% confidence all of them hold at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+import numpy as np
+
+FIRST_LOOK = 4  # t-tests of fewer pairs depend on the shape of the distribution
+MOST_PAIRS = 24
+LOOK_P = 0.0075  # of one look; simulated for all of them in tests/tools/test_sequential.py
+SHOWN_PAIRS = (4, 6, 8, 12, 16, 24)  # of a table of what can be resolved
+LOOKED_AHEAD = 999  # pairs, to say how far away a verdict is
+
+KEEP, DROP, UNDECIDED = "keep", "drop", "undecided"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One of KEEP, DROP and UNDECIDED, and why."""
+
+    word: str
+    why: str
+    interval: tuple[float, float] | None = None  # that holds at every look; None before FIRST_LOOK
+
+
+def half_widths(spread: float, pairs: Sequence[int]) -> np.ndarray:
+    """Half of a look's interval after so many pairs; spread: the standard deviation of the differences."""
+    from scipy import special  # here, as it is slow to import
+
+    counts = np.asarray(pairs)
+    return spread * special.stdtrit(counts - 1, 1 - LOOK_P / 2) / np.sqrt(counts)
+
+
+def verdict(differences: Sequence[float], useful: float) -> Verdict:
+    """What the pairs show so far. differences: new − base, negative is better.
+
+    useful: the smallest gain that is worth to be kept; an interval without it is a reason to drop.
+    """
+    pairs = len(differences)
+    if pairs < FIRST_LOOK:
+        return Verdict(UNDECIDED, f"about {FIRST_LOOK - pairs} more seeds until the first look")
+    if not any(differences):
+        same = "both sides score the same to the last digit in every pair, which more seeds will not change"
+        return Verdict(UNDECIDED, same, (0.0, 0.0))
+    centre, spread = fmean(differences), stdev(differences)
+    width = float(half_widths(spread, [pairs])[0])
+    interval = (centre - width, centre + width)
+    if interval[0] > 0:
+        return Verdict(DROP, "it does harm", interval)
+    if interval[0] > -useful:
+        return Verdict(DROP, f"a gain of {useful:g}, the smallest useful one, is excluded", interval)
+    if interval[1] < 0:
+        return Verdict(KEEP, "it gains", interval)
+    count = pairs_to_decide(centre, spread, pairs, useful)
+    about = "more than" if count > LOOKED_AHEAD else "about"
+    why = f"{about} {count - pairs} more seeds, if they go on like these"
+    if count > MOST_PAIRS:
+        why += f", and the rule allows {MOST_PAIRS} in all: train longer, or look for a larger effect"
+    return Verdict(UNDECIDED, why, interval)
+
+
+def pairs_to_decide(centre: float, spread: float, pairs: int, useful: float) -> int:
+    """After how many pairs a look would decide, if mean and spread stayed; LOOKED_AHEAD + 1: none so far."""
+    distance = max(-centre, centre + useful)  # to an interval below zero, or to one above -useful
+    counts = range(pairs + 1, LOOKED_AHEAD + 1)
+    decided = np.flatnonzero(half_widths(spread, counts) < distance)
+    return counts[int(decided[0])] if len(decided) else LOOKED_AHEAD + 1
+
+
+def resolution(spread: float) -> dict[int, float]:
+    """By number of pairs, the smallest mean difference that a look would show, at this spread."""
+    return dict(zip(SHOWN_PAIRS, half_widths(spread, SHOWN_PAIRS).tolist(), strict=True))

@@ -1,0 +1,309 @@
+"""`try [SETTING=VALUE …]`: is my change better? Trains the base and yours in pairs, and ends with a verdict.
+
+    python -m tools try MATRIX_LR=0.02            # a setting
+    python -m tools try                           # what you have edited in train_gpt.py, against main
+    python -m tools try MY_TECHNIQUE=1 --base HEAD --seeds 12
+
+A pair is one seed, trained by both sides: the same first weights, order of the data, dtype, threads and
+number of steps. From the fourth pair on, it looks at the differences after each (new − base in bits per byte,
+negative is better), and stops once they show something; the level of a look allows for all the others. The
+last line begins with
+
+    keep        it gains: the interval is below zero
+    drop        it does harm, or a useful gain (--useful) is excluded
+    undecided   about N more seeds would decide
+
+and the exit status is 0, 1 or 3. It is 2 where there is nothing to compare, or a run failed. Scoring code,
+data and budget must be the same on both sides. Started again, a try goes on where it was; --seeds may be
+larger then. Its runs stand in runs/try/NAME, with both scripts as they were when it began. runs/try/log.jsonl
+has a line for each verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from data import sample
+from data.files import write_bytes
+from tools.compare import history, judge, overview
+from tools.compare.diff import columns
+from tools.compare.driver import directory_of, locked, run_once, scores_of
+from tools.compare.rows import Row, config_class
+from tools.compare.sequential import (
+    DROP,
+    FIRST_LOOK,
+    KEEP,
+    LOOK_P,
+    MOST_PAIRS,
+    UNDECIDED,
+    Verdict,
+    verdict,
+)
+from tools.compare.sides import (
+    BASE,
+    BUDGET,
+    LAST_KEEP,
+    NEW,
+    SCRIPT,
+    Side,
+    base_side,
+    budget_settings,
+    changes_of,
+    folder_name,
+    read_script,
+)
+from tools.runs.errors import RecordError
+from tools.runs.folder import required_object
+from tools.runs.logs import STAGES
+from tools.runs.runs import SUMMARY
+from tools.runs.script import find_path
+from tools.runs.settings import UNSET
+from tools.runs.stats import of_pairs, p_text
+
+EXIT = {KEEP: 0, DROP: 1, UNDECIDED: 3}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What both runs of a seed came to."""
+
+    seed: str
+    base: overview.Row
+    new: overview.Row
+    stage: str  # of the score that counts: the last one that both have
+
+    @property
+    def difference(self) -> float:
+        """In bits per byte, negative is better."""
+        return self.new.scores[self.stage] - self.base.scores[self.stage]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("changes", nargs="*", metavar="SETTING=VALUE", help="settings of your side alone")
+    parser.add_argument("--base", metavar="REF|SCRIPT|FOLDER",
+                        help="a commit, a script, the folder of a record or run, or "
+                        f"`{LAST_KEEP}`: the last try that was kept (default: where the branch left "
+                        "main)")  # fmt: skip
+    parser.add_argument("--script", type=Path, default=SCRIPT, help="your script (default: train_gpt.py)")
+    parser.add_argument("--config", type=Path, metavar="FILE",
+                        help="the budget: settings of both sides (default: configs/cpu_try.env)")  # fmt: skip
+    parser.add_argument("--seeds", type=int, default=8, metavar="N",
+                        help=f"pairs at most, of {MOST_PAIRS} that the rule allows (default: 8)")  # fmt: skip
+    parser.add_argument("--equal", choices=("steps", "seconds"), default="steps",
+                        help="what both sides get: the budget's ITERATIONS, or its "
+                        "MAX_WALLCLOCK_SECONDS")  # fmt: skip
+    parser.add_argument("--useful", type=float, default=0.002, metavar="BPB",
+                        help="smallest gain worth keeping, in bits per byte (default: 0.002)")  # fmt: skip
+    parser.add_argument("--start", default=sys.executable, metavar="COMMAND",
+                        help="what starts a script (default: this Python), such as "
+                        "'torchrun --standalone --nproc_per_node=8'")  # fmt: skip
+    runs = os.environ.get("RUNS_DIR") or "runs"
+    parser.add_argument("--runs", type=Path, default=Path(runs) / "try",
+                        help=f"folder of tries (default: {runs}/try)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 1 <= args.seeds <= MOST_PAIRS:
+        raise RecordError(f"--seeds {args.seeds}: expected 1 to {MOST_PAIRS}, as the rule has no more looks")
+    if not args.useful >= 0:
+        raise RecordError(f"--useful {args.useful:g}: expected a gain in bits per byte, 0 or more")
+    changes = changes_of(args.changes)
+    base = base_side(args.base, args.runs)
+    new = Side(read_script(args.script), {**base.settings, **changes}, str(args.script))
+    if (base.script, base.settings) == (new.script, new.settings):
+        raise RecordError(f"both sides are the same: {args.script} is the script of {base.origin}, and no "
+                          "setting differs; edit it, give SETTING=VALUE, or name another --base")  # fmt: skip
+    budget = budget_settings(args.config or Path(os.environ.get("CONFIG") or BUDGET), args.equal)
+    make_sample(budget)
+    folder = args.runs / folder_name(changes, base, new, budget)
+    rows = make_rows(folder, {BASE: base, NEW: new}, budget, shlex.split(args.start))
+
+    print(f"try {' '.join(args.changes) or args.script.name} against {base.origin}")
+    print(f"budget: {budget_in_words(rows[BASE], args.equal)}; runs in {folder}")
+    spread = history.Spread(args.runs, history.conditions(budget))
+    print(spread.in_words(), flush=True)
+    seeds = [str(config_class(None)().seed + number) for number in range(args.seeds)]
+    with locked(folder, "try"):
+        pairs = train_pairs(rows, seeds, folder, args.useful)
+    differences = [pair.difference for pair in pairs]
+    outcome = verdict(differences, args.useful)
+    spread.add(folder.name, differences)
+    change = of_pairs(differences)
+    history.append(
+        args.runs, name=folder.name, settings=new.settings, base=base.origin, pairs=len(pairs),
+        difference=change.difference, p=change.p, verdict=outcome.word, why=outcome.why,
+    )  # fmt: skip
+
+    print(f"\n{table(pairs)}\n")
+    for remark in remarks(pairs, folder, outcome, args.equal):
+        print(remark)
+    print(f"tries with a verdict today: {history.tries_of_today(args.runs)}; of those whose change does "
+          "nothing, at most one in 20 is misjudged")  # fmt: skip
+    print(last_line(pairs, outcome))
+    return EXIT[outcome.word]
+
+
+def make_sample(budget: Mapping[str, str]) -> None:
+    """On a fresh clone, the sample that the default budget trains on."""
+    path = budget.get("DATA_PATH", "")
+    if Path(path).name == sample.NAME and not find_path(path).exists():
+        sample.main([])
+
+
+def make_rows(
+    folder: Path, sides: Mapping[str, Side], budget: Mapping[str, str], start: Sequence[str]
+) -> dict[str, Row]:
+    """The sides as the driver runs them, from copies in the folder.
+
+    RecordError where they would not be judged alike; the folder, if it is new, is removed again.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    scripts = {name: folder / f"{name}.py" for name in sides}
+    try:
+        rows = {}
+        for name, side in sides.items():
+            write_bytes(scripts[name], side.script)
+            settings = {**budget, **side.settings}
+            refuse_unknown(settings, scripts[name], side.origin)
+            # The shell may name a CONFIG, whose settings are in the budget already.
+            settings["CONFIG"] = "none"
+            rows[name] = Row(name, settings, [*start, str(scripts[name])], scripts[name])
+        refuse_unlike(rows[BASE], rows[NEW])
+        return rows
+    except RecordError:
+        if is_new:
+            for script in scripts.values():
+                script.unlink(missing_ok=True)
+            folder.rmdir()
+        raise
+
+
+def refuse_unknown(settings: Mapping[str, str], script: Path, origin: str) -> None:
+    """RecordError for a setting that a side does not have."""
+    known = config_class(script)().as_env()
+    for name in settings:
+        if name not in known:
+            raise RecordError(f"{name} is not a setting of {origin}; its --help lists them")
+
+
+def refuse_unlike(base: Row, new: Row) -> None:
+    """RecordError where the sides would not be judged alike, with what differs."""
+    assert base.script is not None and new.script is not None
+    changed = judge.scoring_changes(base.script, new.script)
+    if changed:
+        raise RecordError(f"the scoring code differs between the sides: {', '.join(changed)}. try compares "
+                          "only what the same code scores; undo that, or compare them by sweep")  # fmt: skip
+    try:
+        configs = base.config("1"), new.config("1")
+    except ValueError as error:  # a ConfigError, of whichever script
+        raise RecordError(str(error)) from error
+    changed = judge.setting_changes(*configs)
+    if changed:
+        raise RecordError(f"{'; '.join(changed)}: budget and scoring must be the same on both sides; set it "
+                          "for both by --config, or in the shell")  # fmt: skip
+    changed = judge.data_changes(*configs)
+    if changed:
+        raise RecordError(f"the sides would be scored on other data, as {', '.join(changed)} differ; give "
+                          "both the same DATA_PATH and TOKENIZER_PATH")  # fmt: skip
+
+
+def budget_in_words(row: Row, equal: str) -> str:
+    """What each run gets."""
+    settings = row.config("1").as_env()
+    if equal == "steps":
+        return f"{int(settings['ITERATIONS']):,} steps of {int(settings['TRAIN_BATCH_TOKENS']):,} tokens"
+    seconds = float(settings["MAX_WALLCLOCK_SECONDS"])
+    return f"{seconds:g} s of training, in which other programs take steps away"
+
+
+def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, useful: float) -> list[Pair]:
+    """The pairs, up to the one after which the rule stops. RecordError for a run that failed."""
+    pairs: list[Pair] = []
+    for number, seed in enumerate(seeds):
+        # In turns, so that a machine that becomes slower or faster favors no side.
+        for name in (BASE, NEW) if number % 2 == 0 else (NEW, BASE):
+            failed = run_once(rows[name], seed, folder, quiet=True)
+            if failed:
+                raise RecordError(f"{failed}; its log.txt says more. Started again, the try goes on there")
+        pair = read_pair(folder, seed)
+        pairs.append(pair)
+        runs = [directory_of(folder, name, pair.seed) for pair in pairs for name in rows]
+        unlike = judge.unlike_conditions(runs)
+        if unlike:
+            raise RecordError(f"{folder}: its runs ran under unlike conditions ({unlike}); move it away")
+        base_bpb, new_bpb = pair.base.scores[pair.stage], pair.new.scores[pair.stage]
+        print(f"seed {seed}: base {base_bpb:.5f}, new {new_bpb:.5f}, difference {pair.difference:+.5f}",
+              file=sys.stderr, flush=True)  # fmt: skip
+        differences = [pair.difference for pair in pairs]
+        is_idle = len(pairs) >= FIRST_LOOK and not any(differences)
+        if is_idle or verdict(differences, useful).word != UNDECIDED:
+            break
+    return pairs
+
+
+def read_pair(folder: Path, seed: str) -> Pair:
+    """Both finished runs of a seed. RecordError where they have no kind of score in common."""
+    base, new = (directory_of(folder, name, seed) for name in (BASE, NEW))
+    shared = scores_of(base).keys() & scores_of(new).keys()
+    stages = [stage for stage in STAGES if stage in shared]
+    if not stages:
+        raise RecordError(f"{base} and {new} have no kind of score in common; their logs say more")
+    return Pair(seed, overview.read_row(base), overview.read_row(new), stages[-1])
+
+
+def table(pairs: Sequence[Pair]) -> str:
+    """A line for each pair, and their means."""
+    heads = ["seed", "base bpb", "new bpb", "new − base", "base ms/step", "new", "base bytes", "new"]
+    lines = [cells(pair.seed, [pair]) for pair in pairs]
+    return columns(heads, [*lines, cells("mean", pairs)])
+
+
+def cells(name: str, pairs: Sequence[Pair]) -> list[str]:
+    """One line of the table: the means over these pairs."""
+    found = [name]
+    for side in (BASE, NEW):
+        found.append(f"{fmean(getattr(pair, side).scores[pair.stage] for pair in pairs):.5f}")
+    found.append(f"{fmean(pair.difference for pair in pairs):+.5f}")
+    for what, form in (("ms", ".1f"), ("bytes", ",.0f")):
+        for side in (BASE, NEW):
+            values = [getattr(getattr(pair, side), what) for pair in pairs]
+            found.append(UNSET if None in values else f"{fmean(values):{form}}")
+    return found
+
+
+def remarks(pairs: Sequence[Pair], folder: Path, outcome: Verdict, equal: str) -> list[str]:
+    """What a reader of the table should know."""
+    lines = []
+    if equal == "steps":
+        streams = []
+        for name in (BASE, NEW):
+            summaries = [required_object(directory_of(folder, name, pair.seed) / SUMMARY) for pair in pairs]
+            streams.append([summary.get("stream_hash") for summary in summaries])
+        if streams[0] != streams[1]:
+            lines.append("note: the sides read the training data in another order")
+        steps = sorted({row.steps or 0 for pair in pairs for row in (pair.base, pair.new)})
+        if len(steps) > 1:
+            lines.append(f"note: the runs made {' and '.join(map(str, steps))} steps, not the same number")
+    if outcome.interval is not None:
+        low, high = outcome.interval
+        lines.append(f"interval that holds at every look (p < {LOOK_P} each): {low:+.5f} to {high:+.5f}")
+    return lines
+
+
+def last_line(pairs: Sequence[Pair], outcome: Verdict) -> str:
+    """The verdict with the numbers that it stands on."""
+    change = of_pairs([pair.difference for pair in pairs])
+    text = f"{outcome.word}: {outcome.why}; new − base {change.difference:+.5f} bits per byte"
+    if change.interval is not None and change.p is not None:
+        low, high = change.interval
+        text += f", 95% interval {low:+.5f} to {high:+.5f}, {p_text(change.p)} ({change.test_in_words})"
+    *_, base_ms, new_ms, base_bytes, new_bytes = cells("", pairs)
+    return f"{text}; {base_ms} → {new_ms} ms/step, {base_bytes} → {new_bytes} bytes"
