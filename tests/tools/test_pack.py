@@ -330,9 +330,9 @@ def test_the_runs_of_a_record_are_replayed(
     assert "refuted: replay: too cheap; --no-replay" in refusal(run, *who)
     verdict.refuted = ""
     verdict.passed.append({"law": "replay", "text": "8 documents"})
-    records = tmp_path / "records"
-    pack(records, [run], "--track", "track_10min_16mb")
-    (folder,) = (records / "track_10min_16mb").iterdir()
+    place = ["--name", "Own", "--date", "2026-05-01", "--records", str(tmp_path / "r")]
+    assert main(["pack", str(run), *place, *who]) == 0
+    folder = tmp_path / "r/track_10min_16mb/2026-05-01_Own"
     (replay,) = json.loads((folder / "proof.json").read_text())["replays"]
     assert replay["status"] == 0 and replay["artifact_sha256"] == "a" * 64
     assert Folder(folder).submission["proof"] == {

@@ -87,7 +87,8 @@ def follow(paths: Sequence[Path], out: Path, seconds: float, everything: bool) -
             groups = [load_group(path) for path in paths]
             draw(groups, out, everything)
             runs = [found for group in groups for found in group.runs]
-            print(f"{path_of(out)}: {'; '.join(f'{found.name}: {result_of(found)}' for found in runs)}", flush=True)
+            results = "; ".join(f"{found.name}: {result_of(found)}" for found in runs)
+            print(f"{path_of(out)}: {results}", flush=True)
         except RecordError as error:
             print(f"nothing to draw yet: {error}", flush=True)
         time.sleep(seconds)
