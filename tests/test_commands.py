@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tools.__main__ import VERBS, build_parser
+from tools.__main__ import VERBS, build_parser, main
 from tools.compare.rows import read_lines
 
 REPO = Path(__file__).parents[1]
@@ -51,6 +51,7 @@ RUN_BY = [
     ("tools runs", "tools/test_sweep.py::test_runs_is_one_table"),
     ("tools sweep", "tools/test_sweep.py::test_a_sweep_killed_twice_ends_as_any_other"),
     ("tools export", "tools/test_plot.py::test_steps_are_exported"),
+    ("tools try", "tools/test_try.py::test_a_planted_change_gets_its_verdict"),
     ("tools plot", FIRST_HOUR), ("tools timeline", FIRST_HOUR), ("tools generate", FIRST_HOUR),
     ("tools summary", FIRST_HOUR),
     ("tools.prove.seeds", "tools/test_prove.py::test_a_table_of_seeds_has_the_noise_of_every_check"),
@@ -121,6 +122,12 @@ def test_every_verb_is_given_with_options_that_it_has(repo: Path, capsys: pytest
         if len(words) > 1:
             build_parser(words).parse_args(words)  # leaves with an error where it does not fit
     assert seen <= set(VERBS) and len(seen) >= 8
+
+
+def test_without_a_verb_all_of_them_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    listed = capsys.readouterr().err
+    assert all(re.search(rf"^ +{verb} +\w", listed, re.MULTILINE) for verb in VERBS)
 
 
 def test_a_torch_that_fails_is_named_and_the_others_are_traced(repo: Path, tmp_path: Path) -> None:
