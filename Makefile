@@ -41,11 +41,11 @@ $(READY): requirements.txt requirements-dev.txt
 		{ echo "$(PYTHON) is no Python 3.10 or later: name one, as in make demo PYTHON=python3.12"; exit 1; }
 	@set -e; fitting='import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); assert (2, 9) <= v < (2, 14)'; \
 	if $(PYTHON) -c "$$fitting" 2>/dev/null; then \
-		echo "using the torch that $(PYTHON) has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+		echo "creating $(VENV) (one time), with the torch that $(PYTHON) has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 		$(PYTHON) -c 'import sysconfig as s; print(s.get_path("purelib")); print(s.get_path("platlib"))' > \
 			"$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/active.pth"; \
 	else \
-		echo "installing torch $(TORCH_DEFAULT) into $(VENV)"; $(PYTHON) -m venv $(VENV); \
+		echo "creating $(VENV) (one time): installing torch $(TORCH_DEFAULT) and the other packages, minutes"; $(PYTHON) -m venv $(VENV); \
 	fi; \
 	if ! $(RUN) -c "$$fitting" 2>/dev/null; then \
 		$(RUN) -m pip install --quiet --disable-pip-version-check "torch==$(TORCH_DEFAULT)"; \

@@ -40,7 +40,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools", description="Pack, audit, prove, compare and draw runs and records."
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for verb, (module_name, purpose) in VERBS.items():
         subparser = verbs.add_parser(
@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = build_parser(arguments)
         args, more = parser.parse_known_args(arguments)
+        if args.verb is None:
+            parser.print_help(sys.stderr)
+            return EXIT_USAGE
         if more:
             left_over = f"{args.verb}: {shlex.join(more)} is left over"
             parser.error(f"{left_over}; a pattern like *_Base may match two folders: name one of them")

@@ -93,7 +93,7 @@ def _train_events(seed: int, gain: float, slow_step: int | None) -> list[dict[st
             loss += noise.uniform(-0.005, 0.005)
         event = {
             "event": "train", "step": step, "train_loss": loss, "train_time_ms": clock,
-            "tokens": step * 2048,
+            "tokens": step * 2048, "progress": step / STEPS,
         }  # fmt: skip
         events.append({**event, "data_wait_max_ms": stall or 0.02})
         if step in validated:

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support.processes import Ended
 from tests.support.runs import make_run, make_runs, pack
 from tests.tools.conftest import Tool
 from tools.__main__ import main
 from tools.compare import curves, plot
 from tools.compare.curves import Sample, shard_crossings, smoothed, step_times, train_loss, validation_bpb
 from tools.runs.runs import load_group
+from tools.runs.script import load_artifact
 
 
 def test_series_come_from_metrics_and_the_log_alike_and_the_last_step_counts(tmp_path: Path) -> None:
@@ -189,6 +192,7 @@ def test_steps_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, too
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "pip install wandb" in tool("export", run, "--to", "wandb", status=2)
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"event": "val", "label": "DIAGNOSTIC final", "step": 400, "val_bpb": 1.6}\n')
         file.write('{"event": "final", "name": "legal_ttt_exact", "bits_per_byte": 1.5}\n{"event": "tr')
     board_writer, wandb_run = Recorder(), Recorder()
     board_package = Recorder(SummaryWriter=lambda folder: board_writer)
@@ -200,6 +204,12 @@ def test_steps_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, too
     scalars = {(name, step): value for kind, name, value, step, _ in board_writer.given[:-2]}
     assert len([name for name, _ in scalars if name == "train/train_loss"]) == 20
     assert scalars["val/val_bpb", 200] > scalars["final/legal_ttt_exact/bits_per_byte", 400] == 1.5
+    assert scalars["val/diagnostic_final/val_bpb", 400] == 1.6
+    assert not [name for name, _ in scalars if re.search(r"[^a-z0-9_./-]", name)]
+    assert scalars["speed/ms_per_step", 200] == pytest.approx(50, abs=1)
+    assert scalars["speed/tokens_per_second", 200] == pytest.approx(2048 / 0.05, rel=0.02)
+    rates = [value for (name, _), value in scalars.items() if name == "learning_rate/matrices"]
+    assert rates[0] > rates[-1] > 0 and max(rates) <= 0.02
     seconds = [named["walltime"] for *_, named in board_writer.given[:-2]]
     assert seconds == sorted(seconds) and seconds[-1] == pytest.approx(20, abs=1)
     assert board_writer.given[-2][:2] == ("add_text", "config") and board_writer.given[-1][0] == "close"
@@ -207,3 +217,29 @@ def test_steps_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, too
     assert settings["mode"] == "offline" and settings["config"]["MATRIX_LR"] == "0.02"
     logged = {named["step"]: values for _, values, named in wandb_run.given[1:-1]}
     assert list(logged) == sorted(logged) and logged[200].keys() >= {"train/train_loss", "val/val_loss"}
+
+
+def test_the_weights_of_an_artifact_are_exported_as_they_are_scored(
+    finished: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool
+) -> None:
+    artifact = finished.directory / "model.bin"
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model.bin").write_bytes(artifact.read_bytes())
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert "pip install safetensors" in tool("export", run, "--weights", status=2)
+    given: dict[str, Any] = {}
+
+    def save(tensors: dict[str, Any], metadata: dict[str, str]) -> bytes:
+        given.update(tensors=tensors, metadata=metadata)
+        return b"weights"
+
+    monkeypatch.setitem(sys.modules, "safetensors.torch", Recorder(save=save))
+    assert str(run / "model.safetensors") in tool("export", run, "--weights")
+    assert (run / "model.safetensors").read_bytes() == b"weights"
+    model, about = load_artifact(artifact)
+    assert given["tensors"].keys() == model.state_dict().keys() and given["metadata"] == about.config
+    assert all(torch.equal(given["tensors"][name], value) for name, value in model.state_dict().items())
+    assert "remove it" in tool("export", run, "--weights", status=2)  # nothing is overwritten
+    (run / "model.bin").write_bytes(b"damaged")
+    tool("export", run, "--weights", "--out", tmp_path / "elsewhere", status=2)

@@ -284,10 +284,11 @@ def test_runs_is_one_table(tmp_path: Path, tool: Tool) -> None:
     until = next(number for number, line in enumerate(lines) if line.startswith("step:40/"))
     (stopped / "log.txt").write_text("\n".join(lines[: until + 1]))
     head, *rows = tool("runs", tmp_path, "--sort", "val_bpb").splitlines()
-    assert head.split() == ["run", "MATRIX_LR", "seed", "steps", "ms", "quantized", "windows", "ttt", "bytes",
-                            "status"]  # fmt: skip
+    heads = ["run", "bpb", "quantized", "windows", "seed", "steps", "ms/step", "bytes", "status", "settings"]
+    assert head.split() == heads
     assert [row.split()[0] for row in rows] == ["run2", "run1", "stopped"]
-    assert rows[0].endswith("finished") and rows[2].endswith("step 40")
+    assert [row.split()[-1] for row in rows] == ["MATRIX_LR=0.03", "MATRIX_LR=0.02", "MATRIX_LR=0.02"]
+    assert " finished " in rows[0] and " step 40 " in rows[2]
     (row,) = json.loads(tool("runs", tmp_path, "--where", "MATRIX_LR=0.03", "--json"))
     assert row["seed"] == "2" and row["steps"] == 400 and row["scores"]["ttt"] == row["val_bpb"]
     tool("runs", tmp_path, "--where", "MATRIX_LR=7", status=2)
@@ -295,3 +296,15 @@ def test_runs_is_one_table(tmp_path: Path, tool: Tool) -> None:
     make_run(tmp_path / "rates/stopped/low-seed1.1", 1)
     rows = tool("runs", tmp_path).splitlines()[1:]  # runs of sweeps too, but none that began anew
     assert [row.split()[0] for row in rows] == ["rates/low-seed1", "run1", "run2", "stopped"]
+
+
+def test_a_table_of_runs_fits_a_terminal_and_loses_no_setting(tmp_path: Path, tool: Tool) -> None:
+    for seed in (1, 2):
+        config = {f"A_LONG_NAME_{number}": str(seed * number) for number in range(1, 12)}
+        make_run(tmp_path / f"a_run_whose_name_is_longer_than_the_table_can_show_{seed}", seed, config=config)
+    changes = {"summary_changes": {"config": {"EVAL_ONLY": "runs/first/model.bin"}}}
+    make_run(tmp_path / "scored", 3, **changes)
+    text = tool("runs", tmp_path)
+    assert max(map(len, text.splitlines())) <= 120
+    assert all(f"A_LONG_NAME_{number}={2 * number}" in text for number in range(1, 12))
+    assert " scored first again" in text

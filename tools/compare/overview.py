@@ -1,13 +1,15 @@
 """`runs [FOLDER …]`: one table of many runs, finished or not, from their summaries and logs.
 
-A row has the settings that differ between the rows, steps, milliseconds per step, bits per byte after each
-stage, bytes, and how the run stands.
+A row has the score that counts in bits per byte, those of the stages before it, steps, milliseconds per step,
+bytes, how the run stands, and the settings that differ between the rows. Settings that do not fit into 120
+columns stand below the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,8 @@ from tools.runs.runs import FINISHED, LOG, SUMMARY, settings_of
 from tools.runs.settings import UNSET, plain_values
 from tools.runs.writing import print_json
 
+WIDTH = 120
+NAME_WIDTH = 32
 STAGE_HEADS = dict(zip(STAGES, ("float", "quantized", "windows", "ttt"), strict=True))
 SORT_KEYS = ("name", "steps", "ms", "val_bpb", "bytes")
 
@@ -119,10 +123,15 @@ def read_row(path: Path) -> Row:
 
 
 def status(path: Path, summary: dict[str, Any], steps: int | None) -> str:
-    """The state of a run: finished, with the limits that failed, or its last step and how to continue."""
+    """The state of a run: finished, with the limits that failed, or its last step and how to continue.
+
+    A run of EVAL_ONLY has trained nothing: it says whose artifact it has scored.
+    """
     if summary.get("exit") == FINISHED:
         failed = failed_limits(summary)
-        return "finished" + (f", over {', '.join(failed)}" if failed else "")
+        scored = nested(summary, "config", "EVAL_ONLY")
+        verb = f"scored {Path(str(scored)).parent.name} again" if scored else "finished"
+        return verb + (f", over {', '.join(failed)}" if failed else "")
     if (path / "model.bin").is_file():
         return "not scored"
     saved = ", checkpoint" if (path / "checkpoint.pt").is_file() else ""
@@ -151,36 +160,51 @@ def differing_settings(rows: Sequence[Row]) -> list[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """The table for a terminal."""
-    names = differing_settings(rows)
-    tells_validation = any(row.validation for row in rows)
-    stages = [stage for stage in STAGES if any(stage in row.scores for row in rows)]
-    heads = [
-        "run",
-        *names,
-        "seed",
-        "steps",
-        "ms",
-        *(STAGE_HEADS[stage] for stage in stages),
-        "bytes",
-        *(["validation"] if tells_validation else []),
-        "status",
-    ]
-    cells = []
     # A run of a sweep has the name of the sweep before its own where other runs are in the table.
     above = os.path.commonpath([row.path.absolute().parent for row in rows])
+    stages = stages_before(rows)
+    differing = differing_settings(rows)
+    heads = ["run", "bpb", *(STAGE_HEADS[stage] for stage in stages), "seed", "steps", "ms/step", "bytes"]
+    heads += ["status"]
+    cells = []
     for row in rows:
-        cells.append([
-            os.path.relpath(row.path.absolute(), above),
-            *(row.settings.get(name, UNSET) for name in names),
+        line = [
+            shortened(os.path.relpath(row.path.absolute(), above)),
+            UNSET if row.val_bpb is None else f"{row.val_bpb:.5f}",
+            *(f"{row.scores[stage]:.5f}" if stage in row.scores else UNSET for stage in stages),
             row.seed,
             UNSET if row.steps is None else f"{row.steps:,}",
             UNSET if row.ms is None else f"{row.ms:.1f}",
-            *(f"{row.scores[stage]:.5f}" if stage in row.scores else UNSET for stage in stages),
             UNSET if row.bytes is None else f"{row.bytes:,}",
-            *([row.validation or UNSET] if tells_validation else []),
             row.status,
-        ])  # fmt: skip
-    return columns(heads, cells)
+        ]
+        cells.append(line)
+    if not differing:
+        return cut(columns(heads, cells))
+    settings = [" ".join(f"{name}={row.settings.get(name, UNSET)}" for name in differing) for row in rows]
+    whole = columns([*heads, "settings"], [[*line, text] for line, text in zip(cells, settings, strict=True)])
+    if max(map(len, whole.splitlines())) <= WIDTH:
+        return whole
+    below = ["", "settings that differ:"]
+    for line, text in zip(cells, settings, strict=True):
+        below += textwrap.wrap(f"{line[0]}: {text}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join([cut(columns(heads, cells)), *below])
+
+
+def cut(table: str) -> str:
+    """A table whose lines fit; a status may be a long sentence."""
+    return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in table.splitlines())
+
+
+def stages_before(rows: Sequence[Row]) -> list[str]:
+    """The stages that have a column: those that come before the last one that a row has reached."""
+    found = [stage for stage in STAGES if any(stage in row.scores for row in rows)]
+    return found[:-1]
+
+
+def shortened(name: str) -> str:
+    """A long name without its beginning: runs of a sweep differ at their ends."""
+    return name if len(name) <= NAME_WIDTH else "…" + name[1 - NAME_WIDTH :]
 
 
 def as_json(row: Row) -> dict[str, Any]:

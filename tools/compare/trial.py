@@ -99,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--equal", choices=("steps", "seconds"), default="steps",
                         help="what both sides get: the budget's ITERATIONS, or its "
                         "MAX_WALLCLOCK_SECONDS")  # fmt: skip
-    parser.add_argument("--useful", type=float, default=0.002, metavar="BPB",
-                        help="smallest gain worth keeping, in bits per byte (default: 0.002)")  # fmt: skip
+    parser.add_argument("--useful", type=float, default=0.005, metavar="BPB",
+                        help="smallest gain worth keeping, in bits per byte (default: 0.005)")  # fmt: skip
     parser.add_argument("--start", default=sys.executable, metavar="COMMAND",
                         help="what starts a script (default: this Python), such as "
                         "'torchrun --standalone --nproc_per_node=8'")  # fmt: skip
