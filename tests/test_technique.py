@@ -31,9 +31,6 @@ def patched(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = (repo / "docs/technique.md").read_text("utf-8")
     patch = page.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
     apply(patch, tree, repo)
-    shown = (repo / "README.md").read_text("utf-8").split("```diff\n")[1].split("```")[0]
-    added = re.findall(r"^\+ +\S.*$", shown, re.MULTILINE)
-    assert len(added) > 3 and set(added) <= set(patch.splitlines())
     return tree
 
 
