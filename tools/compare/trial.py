@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "MAX_WALLCLOCK_SECONDS")  # fmt: skip
     parser.add_argument("--useful", type=float, default=0.005, metavar="BPB",
                         help="smallest gain worth keeping, in bits per byte (default: 0.005)")  # fmt: skip
-    parser.add_argument("--start", default=sys.executable, metavar="COMMAND",
+    parser.add_argument("--start", default=shlex.quote(sys.executable), metavar="COMMAND",
                         help="what starts a script (default: this Python), such as "
                         "'torchrun --standalone --nproc_per_node=8'")  # fmt: skip
     runs = os.environ.get("RUNS_DIR") or "runs"
