@@ -160,7 +160,7 @@ class ModelSettings:
     # Positions: rotary embedding on some channels of each head. The other channels do not see positions.
     rope_base = 10_000.0
     rope_dims: int = setting(16, "channels of each head with rotary embedding; 0: all")
-    rope_train_seq_len: int = setting(2560, "tokens; longer inputs get a larger RoPE base; 0: TRAIN_SEQ_LEN")
+    rope_train_seq_len: int = setting(3072, "tokens; longer inputs get a larger RoPE base; 0: TRAIN_SEQ_LEN")
     # Attention, and the scale of deep layers.
     ln_scale: bool = setting(True, "scale the normalized inputs of a layer by 1/sqrt(layer + 1)")
     qk_gain_init: float = setting(5.25, "initial value of the learned gain of each query head")
@@ -331,7 +331,7 @@ class Config(TrainingSettings):
     gptq_reserve_seconds: float = setting(
         4.0, "seconds of the training time limit kept for Hessians; if it is short, fewer batches")
     # --- evaluation ---
-    eval_seq_len: int = setting(2560, "tokens of context in evaluation; 0: TRAIN_SEQ_LEN")
+    eval_seq_len: int = setting(3072, "tokens of context in evaluation; 0: TRAIN_SEQ_LEN")
     eval_stride: int = setting(64, "targets scored per sliding window; 0: no sliding-window score")
     ttt_enabled: bool = setting(True, "also score with legal test-time training (TTT)")
     ttt_mode: str = setting("lora", "TTT of all weights by SGD, or of low-rank adapters", among="sgd lora")
@@ -344,13 +344,13 @@ class Config(TrainingSettings):
     ttt_batch_seqs: int = setting(32, "TTT_MODE=sgd: sequences per SGD step, over all ranks", 1)
     ttt_grad_clip = 1.0
     # TTT_MODE=lora: each document has adapters, which learn from it chunk by chunk. Names of PR #1855, values
-    # of PR #2067.
+    # of PRs #1953 and #2008.
     ttt_lora_targets: str = setting(
-        "q,k,v,o,mlp,head", "TTT_MODE=lora: modules with adapters; o and mlp: around attention and MLP",
+        "k,o,mlp,head", "TTT_MODE=lora: modules with adapters; o and mlp: around attention and MLP",
         pattern="(q|k|v|o|mlp|head)(,(q|k|v|o|mlp|head))*")  # fmt: skip
-    ttt_lora_rank: int = setting(224, "TTT_MODE=lora: rank of an adapter", 1)
+    ttt_lora_rank: int = setting(96, "TTT_MODE=lora: rank of an adapter", 1)
     ttt_lora_alpha: float = setting(144.0, "TTT_MODE=lora: α in the scale α / TTT_LORA_RANK of outputs")
-    ttt_lora_lr: float = setting(6.1e-5, "TTT_MODE=lora: learning rate of AdamW")
+    ttt_lora_lr: float = setting(7.5e-5, "TTT_MODE=lora: learning rate of AdamW")
     ttt_beta2 = 0.99  # of AdamW for adapters; β1 is 0
     ttt_weight_decay = 0.5
     ttt_chunk_size: int = setting(48, "TTT_MODE=lora: targets of a document scored between updates", 1)
