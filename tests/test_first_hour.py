@@ -203,8 +203,8 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
 
 def test_a_technique_goes_in_with_every_fast_test_and_out_again(repo: Path, tmp_path: Path) -> None:
     me = Newcomer(repo, tmp_path)
-    page = (me.clone / "docs/technique.md").read_text("utf-8")
-    for command in page.split("## The patch")[1].split("```\n")[1].splitlines():
+    page = (me.clone / "docs/hacking.md").read_text("utf-8")
+    for command in page.split("## A whole technique")[1].split("```\n")[1].splitlines():
         me.do(command)
     me.do("python -m mypy train_gpt.py")
     # Its packages print warnings of their own.

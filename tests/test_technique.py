@@ -1,4 +1,4 @@
-"""The patch of docs/technique.md and the examples of docs/changing.md do what they say, on copies."""
+"""The patch of docs/hacking.md and its examples do what they say, on copies."""
 
 import ast
 import json
@@ -28,7 +28,7 @@ def patched(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("technique")
     copy = f"git ls-files -z | tar --null -T - -c | tar -x -C '{tree}'"
     subprocess.run(copy, shell=True, cwd=repo, check=True)
-    page = (repo / "docs/technique.md").read_text("utf-8")
+    page = (repo / "docs/hacking.md").read_text("utf-8")
     patch = page.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
     apply(patch, tree, repo)
     return tree
@@ -110,7 +110,7 @@ def run_in_script(path: Path, program: str) -> None:
     exec(program, vars(load_script(path)))
 
 
-PAGE = Path(__file__).parents[1] / "docs/changing.md"
+PAGE = Path(__file__).parents[1] / "docs/hacking.md"
 
 
 @pytest.mark.parametrize("name", re.findall(r"<!-- patch:(\w+) -->", PAGE.read_text("utf-8")))
