@@ -32,6 +32,7 @@ from tools.submit import check, readme
 from tools.submit import nats as nats_of
 from tools.submit.check import audit
 from tools.submit.findings import Finding, Level, Mode
+from train_gpt import ScoreClock
 
 
 @pytest.fixture(scope="module")
@@ -547,9 +548,24 @@ def test_logs_of_seeds_contradict_each_other(tmp_path: Path) -> None:
     assert not any(text.startswith(words) for text in before)
 
 
+# As 0.6 wrote it; `test_the_line_of_this_script_says_when_learning_stopped` has that of this version.
 STOPPED = (
     "warning: legal_ttt continues without learning: {used}s of 600.0s are used, the rest needs {needed}s\n"
 )
+
+
+def test_the_line_of_this_script_says_when_learning_stopped(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    clock = ScoreClock(name="legal_ttt", limit_seconds=600.0)
+    clock.start -= 100.0  # a hundred seconds ago
+    assert not clock.learns("0", 1, 510.0)
+    path = tmp_path / "log.txt"
+    path.write_text(capsys.readouterr().out)
+    stopped = read_log(path).unlearned
+    assert stopped is not None and stopped.name == "legal_ttt"
+    assert stopped.used_seconds >= 100.0
+    assert (stopped.limit_seconds, stopped.needed_seconds) == (600.0, 510.0)
 
 
 def test_counts_of_our_logs_are_equal_between_seeds(tmp_path: Path) -> None:

@@ -70,10 +70,11 @@ PROGRESS_LINE = re.compile(
 )
 # What is left of a document batch in test-time training: the lengths of its shortest and longest document.
 BATCH_LINE = re.compile(rf"^ttp: (b{COUNT}/{COUNT}) .*\bdl:({COUNT}-{COUNT})\b")
-# Of our script: when learning stopped, of how many seconds, and what the rest would have taken with it.
+# This script stopped training in an evaluation: the seconds used, the limit, and what the rest would have taken.
+# The other words are those of 0.6.
 UNLEARNED_LINE = re.compile(
-    rf"^warning: (\w{{1,80}}) continues without learning: ({NUMBER})s of ({NUMBER})s are used,"
-    rf" the rest needs ({NUMBER})s"
+    rf"^warning: (\w{{1,80}}) continues without (?:training|learning): ({NUMBER})s? of ({NUMBER}) ?s are"
+    rf" used, the rest (?:would take|needs) ({NUMBER}) ?s"
 )
 MODEL_BYTES = "Serialized model"  # begins a line of bytes
 FENCE = "=" * 100
