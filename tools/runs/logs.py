@@ -70,7 +70,7 @@ PROGRESS_LINE = re.compile(
 )
 # What is left of a document batch in test-time training: the lengths of its shortest and longest document.
 BATCH_LINE = re.compile(rf"^ttp: (b{COUNT}/{COUNT}) .*\bdl:({COUNT}-{COUNT})\b")
-# This script stopped training in an evaluation: the seconds used, the limit, and what the rest would have taken.
+# This script stopped training in an evaluation: the seconds used, the limit, what the rest would have taken.
 # The other words are those of 0.6.
 UNLEARNED_LINE = re.compile(
     rf"^warning: (\w{{1,80}}) continues without (?:training|learning): ({NUMBER})s? of ({NUMBER}) ?s are"
