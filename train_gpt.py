@@ -357,7 +357,7 @@ class Config(TrainingSettings):
     ttt_batch_size: int = setting(
         0, "TTT_MODE=lora: documents per batch of one rank; 0: as many as a micro-batch holds")
     # --- data ---
-    data_path: str = setting("data/datasets/fineweb10B_sp8192_lossless_caps_caseops_v1_reserved",
+    data_path: str = setting("data/datasets/fineweb10B_sp8192_lossless_caps_caseops_v1_reserved_fused",
                              "directory of fineweb_{train,val}_*.bin shards")  # fmt: skip
     tokenizer_path: str = setting("data/tokenizers/fineweb_8192_bpe_lossless_caps_caseops_v1_reserved.model",
                                   "SentencePiece model of these shards")  # fmt: skip

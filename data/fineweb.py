@@ -4,6 +4,10 @@
     python data/fineweb.py --variant sp8192 --dry-run           # what would be fetched, and whether it fits
     python data/fineweb.py --variant sp8192 --verify            # re-read everything, offline
     python data/fineweb.py --variant sp8192 --repo you/yours    # the same layout from another repository
+    python data/fineweb.py --variant caseops                    # fused case marks: the default of a run
+
+`--variant caseops` rewrites each shard as it arrives: a space and the case mark after it become one token
+(`data/fuse.py`). `--variant caseops_published` leaves the shards as they are.
 
 Files come into place only after their hash was checked. The same command resumes an interrupted download and
 fetches no finished file again. The revision is pinned by the first run and kept in the manifest.
@@ -23,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,6 +66,7 @@ NAMING = "runs read fineweb_{train,val}_%06d.bin, numbered from 000000 without a
 ATTEMPTS = 4
 FIRST_WAIT_S = 1.0
 POLL_S = 0.5
+FUSED_AT_ONCE = 4  # shards of 200 MB; each takes a gigabyte of memory and four seconds
 DISK_RESERVE_BYTES = 200_000_000  # left free, for the tokenizer, the manifest and everybody else
 Result = TypeVar("Result")
 ABANDONED = re.compile(r".*\.[0-9a-f]{8}\.incomplete")
@@ -74,15 +79,21 @@ class Variant:
     repo: str
     dataset: str
     tokenizer: str
+    fused: bool = False  # rewrite each shard: a space and the case mark after it become one token
+
+    def folder(self) -> str:
+        """Name of the folder here. Data that are not as published have a name of their own."""
+        return f"{self.dataset}{fuse.SUFFIX}" if self.fused else self.dataset
 
 
+CASEOPS = Variant("romeerp/parameter-golf-caseops-v1", "fineweb10B_sp8192_lossless_caps_caseops_v1_reserved",
+                  "fineweb_8192_bpe_lossless_caps_caseops_v1_reserved.model")
 VARIANTS = {
     "sp1024": Variant("willdepueoai/parameter-golf", "fineweb10B_sp1024", "fineweb_1024_bpe.model"),
     "sp4096": Variant("kevclark/parameter-golf", "fineweb10B_sp4096", "fineweb_4096_bpe.model"),
     "sp8192": Variant("kevclark/parameter-golf", "fineweb10B_sp8192", "fineweb_8192_bpe.model"),
-    "caseops": Variant("romeerp/parameter-golf-caseops-v1",
-                       "fineweb10B_sp8192_lossless_caps_caseops_v1_reserved",
-                       "fineweb_8192_bpe_lossless_caps_caseops_v1_reserved.model"),
+    "caseops": replace(CASEOPS, fused=True),
+    "caseops_published": CASEOPS,
 }
 
 
@@ -129,7 +140,7 @@ class Request:
 
     def directory(self) -> Path:
         """Dataset directory."""
-        return self.out / "datasets" / self.variant.dataset
+        return self.out / "datasets" / self.variant.folder()
 
     def tokenizer_path(self) -> Path:
         """Place of the tokenizer."""
@@ -137,7 +148,7 @@ class Request:
 
     def staging(self, file: RemoteFile) -> Path:
         """Where a file arrives before it is checked: beside its place, hence on the same disk."""
-        return file.local.parent / f".staging-{self.variant.dataset}"
+        return file.local.parent / f".staging-{self.variant.folder()}"
 
 
 # ======================================================================================================
@@ -214,8 +225,8 @@ class Hub:
                                                               repo_type="dataset"), "listing")
         return sorted(str(Path(path).parent) for path in paths if path.endswith("_val_000000.bin"))
 
-    def fetch(self, file: RemoteFile, staging: Path) -> None:
-        """Bring one file into place, hash checked. Raises DataError after several bad copies."""
+    def fetch(self, file: RemoteFile, staging: Path) -> Path:
+        """Bring one file into `staging`, hash checked. Raises DataError after several bad copies."""
         problem = None
         for _ in range(ATTEMPTS):
             staged = Path(self.attempt(
@@ -225,8 +236,7 @@ class Hub:
                 file.remote))
             problem = file.check(staged)
             if problem is None:
-                os.replace(staged, file.local)
-                return
+                return staged
             staged.unlink()
         raise DataError(f"{self.repo}/{file.remote}: {ATTEMPTS} copies were wrong, the last: {problem}; "
                         "a proxy may damage them: try another network, or report it to the repository")
@@ -331,13 +341,14 @@ class Receipts:
         return ((receipt["bytes"], receipt["modified_ns"]) == (status.st_size, status.st_mtime_ns)
                 and receipt["hub_hash"] == file.hub_hash())
 
-    def add(self, file: RemoteFile) -> None:
-        """Note that the local file was checked, with the values that the manifest needs."""
-        status = file.local.stat()
+    def add(self, file: RemoteFile, path: Path, is_fused: bool = False) -> None:
+        """Note that `path` was checked and is to stand at file.local, with what the manifest needs of it."""
+        status = path.stat()
+        as_published = file.sha256 is not None and not is_fused
         receipt = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "hub_hash": file.hub_hash(),
-                   "sha256": file.sha256 or sha256_file(file.local)}
+                   "sha256": file.sha256 if as_published else sha256_file(path)}
         if shards.SHARD_NAME.fullmatch(file.local.name):
-            receipt |= shard_facts(file.local)
+            receipt |= shard_facts(path)
         with self.lock:
             self.files[file.local.name] = receipt
             self.save()
@@ -366,7 +377,9 @@ def shard_facts(path: Path) -> dict[str, Any]:
     }
 
 
-def byte_audit(directory: Path, sidecars: list[str], tokenizer: spm.SentencePieceProcessor) -> dict[str, int]:
+def byte_audit(
+    directory: Path, sidecars: list[str], tokenizer: spm.SentencePieceProcessor, pairs: fuse.Pairs
+) -> dict[str, int]:
     """Sums over the byte sidecars of a dataset and over the pieces of their shards, for the manifest.
 
     Raises DataError where they are further apart than normalized text can be from its original: then the
@@ -380,7 +393,7 @@ def byte_audit(directory: Path, sidecars: list[str], tokenizer: spm.SentencePiec
     sums = {"sidecar_bytes": 0, "piece_bytes": 0}
     for name in sidecars:
         counts = shards.read_shard(directory / name)
-        tokens = shards.read_shard(directory / name.replace("_val_bytes_", "_val_"))
+        (tokens,) = fuse.separate(shards.read_shard(directory / name.replace("_val_bytes_", "_val_")), pairs)
         sums["sidecar_bytes"] += int(counts.sum(dtype=np.int64))
         sums["piece_bytes"] += table.total(tokens)
     difference = abs(sums["sidecar_bytes"] - sums["piece_bytes"])
@@ -396,8 +409,9 @@ def byte_audit(directory: Path, sidecars: list[str], tokenizer: spm.SentencePiec
 # ======================================================================================================
 
 
-def split_finished(files: list[RemoteFile],
-                   receipts: Receipts | None) -> tuple[list[RemoteFile], list[RemoteFile]]:
+def split_finished(
+    files: list[RemoteFile], receipts: Receipts | None, is_fused: bool
+) -> tuple[list[RemoteFile], list[RemoteFile]]:
     """Files that are here and right, and files to fetch; a file without a receipt is hashed."""
     present = [file for file in files if file.local.is_file()]
     unknown = [file for file in present if not (receipts and receipts.holds(file))]
@@ -408,8 +422,10 @@ def split_finished(files: list[RemoteFile],
                 bar.write(f"{file.local}: {problem}; it will be fetched", file=sys.stderr)
                 wrong.append(file)
             bar.update(file.size_bytes)
-    finished = [file for file in present if file not in wrong]
-    return finished, [file for file in files if file not in finished]
+    missing = [file for file in files if file in wrong or file not in present]
+    if is_fused:  # a shard and its sidecar are rewritten together
+        missing = [file for group in with_sidecars(files) if set(group) & set(missing) for file in group]
+    return [file for file in files if file not in missing], missing
 
 
 def require_space(files: list[RemoteFile], request: Request) -> None:
@@ -453,27 +469,54 @@ def fetch_all(hub: Hub, files: list[RemoteFile], request: Request, receipts: Rec
     for staging in stagings:
         remove_abandoned(staging)
     bar = bytes_bar("download", sum(file.size_bytes for file in files))
+    fusing = threading.Semaphore(FUSED_AT_ONCE)
 
-    def job(file: RemoteFile) -> int:
-        hub.fetch(file, request.staging(file))
-        receipts.add(file)
-        return file.size_bytes
+    def job(group: list[RemoteFile], pairs: fuse.Pairs) -> list[RemoteFile]:
+        staged = [hub.fetch(file, request.staging(file)) for file in group]
+        if pairs:
+            with fusing:
+                fuse.fuse_files(staged, pairs)
+        # The receipt comes first, so that no file is in place without one.
+        for file, path in zip(group, staged, strict=True):
+            receipts.add(file, path, is_fused=bool(pairs))
+            os.replace(path, file.local)
+        return group
 
+    is_tokenizer = [file.local == request.tokenizer_path() for file in files]
+    done_files = [file for file, first in zip(files, is_tokenizer, strict=True) if first]
+    if done_files:
+        job(done_files, {})  # first, because its pieces say which tokens are fused
+    rest = [file for file, first in zip(files, is_tokenizer, strict=True) if not first]
+    pairs = pairs_to_fuse(request)
     pool = concurrent.futures.ThreadPoolExecutor(request.workers)
-    pending = {pool.submit(job, file) for file in files}
-    done_bytes = done_files = 0
+    pending = {pool.submit(job, group, pairs) for group in with_sidecars(rest)}
     try:
         while pending:
             done, pending = concurrent.futures.wait(pending, timeout=POLL_S,
                                                     return_when=concurrent.futures.FIRST_COMPLETED)
-            done_bytes += sum(future.result() for future in done)
-            done_files += len(done)
+            for future in done:
+                done_files += future.result()
+            done_bytes = sum(file.size_bytes for file in done_files)
             arrived_bytes = done_bytes + sum(map(folder_bytes, stagings))
-            bar.set_postfix_str(f"{done_files} of {len(files)} files", refresh=False)
+            bar.set_postfix_str(f"{len(done_files)} of {len(files)} files", refresh=False)
             bar.update(min(arrived_bytes, bar.total) - bar.n)
     finally:
         bar.close()
         pool.shutdown(wait=sys.exc_info()[0] is not KeyboardInterrupt, cancel_futures=True)
+
+
+def with_sidecars(files: list[RemoteFile]) -> list[list[RemoteFile]]:
+    """Files that are rewritten together: each alone, but a validation shard with its byte sidecar."""
+    by_shard: dict[str, list[RemoteFile]] = {}
+    for file in files:
+        shard = file.local.name.replace("_val_bytes_", "_val_")
+        by_shard.setdefault(shard, []).append(file)
+    return [sorted(group, key=lambda file: "_val_bytes_" in file.local.name) for group in by_shard.values()]
+
+
+def pairs_to_fuse(request: Request) -> fuse.Pairs:
+    """The pairs of tokens that become one in this request's data; none for data as published."""
+    return fuse.choose_pairs(request.tokenizer_path()) if request.variant.fused else {}
 
 
 def remove_abandoned(staging: Path) -> None:
@@ -505,7 +548,7 @@ def download(request: Request, dry_run: bool) -> None:
         raise DataError(f"{directory}: holds {receipts.repo} at {receipts.revision}, asked for {hub.repo} at "
                         f"{hub.revision}, which must not be mixed; give another --out, or delete it")
     files = wanted_files(hub, request)
-    finished, missing = split_finished(files, receipts)
+    finished, missing = split_finished(files, receipts, request.variant.fused)
     print(f"{hub.repo} at {hub.revision}: {len(files)} files, {len(finished)} of them here; to fetch: "
           f"{len(missing)} files, {size(sum(file.size_bytes for file in missing))}", flush=True)
     if dry_run:
@@ -522,7 +565,7 @@ def download(request: Request, dry_run: bool) -> None:
         receipts = receipts or Receipts(directory / RECEIPTS_NAME, hub.repo, hub.revision)
         for file in finished:
             if not receipts.holds(file):
-                receipts.add(file)
+                receipts.add(file, file.local)
         if missing:
             set_aside(missing, request, receipts)
             fetch_all(hub, missing, request, receipts)
@@ -584,11 +627,12 @@ def manifest(request: Request, receipts: Receipts) -> dict[str, Any]:
         sidecars[name] = manifest_entry("val", receipt, val[twin]["documents"])
     splits: dict[str, Any] = {"train": {"documents": [val_stop, train_stop]},
                               "val": {"documents": [0, val_stop]}}
+    pairs = pairs_to_fuse(request)
     if sidecars:
-        splits["val"]["audit"] = byte_audit(request.directory(), list(sidecars), tokenizer)
+        splits["val"]["audit"] = byte_audit(request.directory(), list(sidecars), tokenizer, pairs)
     return {
         "version": shards.MANIFEST_VERSION,
-        "name": request.variant.dataset,
+        "name": request.variant.folder(),
         "source": receipts.repo,
         "revision": receipts.revision,
         "tokenizer": {
@@ -598,6 +642,7 @@ def manifest(request: Request, receipts: Receipts) -> dict[str, Any]:
         },
         "splits": splits,
         "files": train | val | sidecars,
+        **({"fused": {str(new): list(pair) for new, pair in pairs.items()}} if pairs else {}),
     }
 
 
@@ -630,7 +675,9 @@ def tell_validation(request: Request, directory: Path, stored: dict[str, Any]) -
     if name != official.OWN:
         return
     texts, _ = official.official_table()
-    expected = [text for variant, text in texts.items() if VARIANTS.get(variant) == request.variant]
+    plain = replace(request.variant, fused=False)
+    expected = [text for variant, text in texts.items()
+                if variant in VARIANTS and replace(VARIANTS[variant], fused=False) == plain]
     for text in expected:
         different = "; ".join(official.differences(facts, text))
         print(f"warning: {directory}: this is not the challenge's validation set, which "
@@ -703,7 +750,8 @@ def chosen_variant(options: argparse.Namespace) -> Variant:
     pieces = options.variant.removeprefix("sp")
     return Variant(options.repo or (known.repo if known else ""),
                    options.dataset or (known.dataset if known else f"fineweb10B_{options.variant}"),
-                   options.tokenizer or (known.tokenizer if known else f"fineweb_{pieces}_bpe.model"))
+                   options.tokenizer or (known.tokenizer if known else f"fineweb_{pieces}_bpe.model"),
+                   known is not None and known.fused)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,8 +22,9 @@ def test_configurations_are_listed_and_of_fetched_data(page: str, repo: Path) ->
     listed = re.findall(r"`(\w+\.env)`", page.split("## ")[0])
     assert sorted(listed) == CONFIGS
     plain = Config.from_env({"CONFIG": str(repo / "configs/sp8192.env")})
-    for config, name in [(Config(), "caseops"), (plain, "sp8192")]:
-        assert config.data_path == f"data/datasets/{VARIANTS[name].dataset}"
+    record = Config.from_env({"CONFIG": str(repo / "configs/frontier_1855.env")})
+    for config, name in [(Config(), "caseops"), (plain, "sp8192"), (record, "caseops_published")]:
+        assert config.data_path == f"data/datasets/{VARIANTS[name].folder()}"
         assert config.tokenizer_path == f"data/tokenizers/{VARIANTS[name].tokenizer}"
 
 

@@ -1,7 +1,6 @@
-"""Fused case marks: exact both ways, the same bytes, resumed after a kill, refused where ids are in use."""
+"""Fused case marks: exact both ways, the same bytes, made as shards arrive, refused where ids are in use."""
 
-import json
-import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train_gpt
-from data import contents, fuse, shards
+from data import fineweb, fuse, shards
 from tests.support import case
+from tests.support.hub_server import HubServer
 
 PAIRS = {8: (20, 4), 9: (20, 5)}
+VARIANT = fineweb.VARIANTS["caseops"]
+TRAIN_SHARDS = 2
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +24,30 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return case.make_dataset(tmp_path_factory.mktemp("case"), "caseops")
 
 
+def remote(name: str) -> str:
+    return f"datasets/datasets/{VARIANT.dataset}/{name}"
+
+
 @pytest.fixture
-def source(made: dict[str, str], tmp_path: Path) -> Path:
-    """A copy of it, with its tokenizer."""
-    folder = Path(made["DATA_PATH"])
-    shutil.copytree(folder.parents[1], tmp_path / "copy")
-    return tmp_path / "copy" / "datasets" / folder.name
+def hub(made: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """This data as the challenge's repository has it, behind HF_ENDPOINT."""
+    files = {remote(path.name): path.read_bytes() for path in Path(made["DATA_PATH"]).glob("*.bin")}
+    files[f"datasets/tokenizers/{VARIANT.tokenizer}"] = Path(made["TOKENIZER_PATH"]).read_bytes()
+    server = HubServer(VARIANT.repo, files)
+    monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+    monkeypatch.setattr(fineweb, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(fineweb, "POLL_S", 0.01)
+    yield server
+    server.close()
+
+
+def fetch(out: Path, *more: str, variant: str = "caseops") -> int:
+    shards_wanted = ["--train-shards", str(TRAIN_SHARDS)]
+    return fineweb.main(["--variant", variant, "--out", str(out), *shards_wanted, *more])
+
+
+def fused_folder(out: Path) -> Path:
+    return out / "datasets" / VARIANT.folder()
 
 
 def test_pairs_come_back() -> None:
@@ -48,48 +68,35 @@ def test_tokens_come_back(ids: list[int]) -> None:
     assert not any(pair in PAIRS.values() for pair in zip(new.tolist(), new[1:].tolist(), strict=False))
 
 
-def test_an_id_in_use_is_refused(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = source / "fineweb_train_000000.bin"
-    tokens = np.array(shards.read_shard(path))
-    pieces = shards.load_tokenizer(source.parents[1] / "tokenizers/caseops.model")
-    tokens[7] = pieces.piece_to_id("<0x01>")
-    shards.write_shard(path, tokens)
-    manifest = shards.read_manifest(source)
-    manifest["files"][path.name] = shards.file_entry(path, "train", (12, 13))
-    shards.write_manifest(source, manifest)
-    assert fuse.main([str(source)]) == 1
-    assert f"{path}: token 7 has id" in capsys.readouterr().err
-
-
-def test_a_dataset_is_fused_resumed_and_scored_by_the_same_bytes(
-    made: dict[str, str], source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_shards_are_fused_as_they_arrive_and_scored_by_the_same_bytes(
+    made: dict[str, str], hub: HubServer, tmp_path: Path
 ) -> None:
-    """A second start makes what the first one, killed between two files, did not."""
-    write = shards.write_shard
-    written: list[str] = []
-
-    def killed(path: Path, tokens: np.ndarray) -> None:
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        write(path, tokens)
-        written.append(path.name)
-
-    monkeypatch.setattr(shards, "write_shard", killed)
-    assert fuse.main([str(source)]) == 130
-    out = source.with_name("caseops_fused")
-    assert not (out / shards.MANIFEST_NAME).exists() and len(list(out.glob("*.bin"))) == 2
-    before = {name: (out / name).stat().st_mtime_ns for name in written}
-    monkeypatch.setattr(shards, "write_shard", write)
-    assert fuse.main([str(source)]) == 0
-    assert "fewer" in capsys.readouterr().out
-    assert before == {name: (out / name).stat().st_mtime_ns for name in written}
+    """What a first, interrupted command has finished, a second one does not fetch again."""
+    late = remote("fineweb_train_000001.bin")
+    hub.faults.wrong_content[late] = 10**6
+    assert fetch(tmp_path, "--workers", "1") == 1
+    out = fused_folder(tmp_path)
+    assert not (out / shards.MANIFEST_NAME).exists()
+    before = hub.completed.copy()
+    hub.faults.wrong_content[late] = 0
+    assert fetch(tmp_path) == 0
+    assert set(hub.completed - before) == {late}
+    assert not list(tmp_path.rglob(".staging*"))
 
     manifest = shards.read_manifest(out)
-    assert shards.verify_dataset(out) == [] and contents.content_problems(out, manifest) == []
-    for path in source.glob("fineweb_[tv]*_00*.bin"):
-        if "_val_bytes_" not in path.name:
-            (back,) = fuse.separate(shards.read_shard(out / path.name), fuse.pairs_of(manifest))
-            assert np.array_equal(back, shards.read_shard(path))
+    assert fetch(tmp_path, "--verify") == 0
+    assert manifest["name"] == out.name
+    assert len(shards.names_of_kind(manifest["files"], "train")) == TRAIN_SHARDS
+    pairs = fuse.pairs_of(manifest)
+    source = Path(made["DATA_PATH"])
+    val, sidecar = "fineweb_val_000000.bin", "fineweb_val_bytes_000000.bin"
+    for name in shards.names_of_kind(manifest["files"], "train"):
+        fused = shards.read_shard(out / name)
+        (back,) = fuse.separate(fused, pairs)
+        assert np.array_equal(back, shards.read_shard(source / name)) and len(fused) < len(back)
+    back, counts = fuse.separate(shards.read_shard(out / val), pairs, shards.read_shard(out / sidecar))
+    assert np.array_equal(back, shards.read_shard(source / val))
+    assert np.array_equal(counts, shards.read_shard(source / sidecar))
     totals = []
     for folder in (source, out):
         config = train_gpt.Config.from_env({**made, "DATA_PATH": str(folder)})
@@ -98,14 +105,49 @@ def test_a_dataset_is_fused_resumed_and_scored_by_the_same_bytes(
         totals.append((validation.bytes_total, len(validation.tokens)))
     assert totals[0][0] == totals[1][0] and totals[1][1] < totals[0][1]
 
-    # Once more: nothing is done. Of other data, or fused already: refused.
-    assert fuse.main([str(source)]) == 0
-    assert fuse.main([str(out)]) == 1
-    (source / shards.MANIFEST_NAME).write_text(json.dumps({**shards.read_manifest(source), "name": "other"}))
-    assert fuse.main([str(source)]) == 1
-    assert "another source" in capsys.readouterr().err
+    # A damaged sidecar is mended from both halves of the pair, and nothing else is fetched.
+    content = bytearray((out / sidecar).read_bytes())
+    content[-1] ^= 1
+    (out / sidecar).write_bytes(content)
+    assert fetch(tmp_path, "--verify") == 1
+    before = hub.completed.copy()
+    assert fetch(tmp_path) == 0
+    assert set(hub.completed - before) == {remote(val), remote(sidecar)}
+    assert shards.verify_dataset(out) == []
 
 
-def test_plain_data_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fuse.main([str(dataset), "--out", str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {dataset}")
+def test_published_shards_stay_as_they_are(made: dict[str, str], hub: HubServer, tmp_path: Path) -> None:
+    assert fetch(tmp_path, variant="caseops_published") == 0
+    for path in (tmp_path / "datasets" / VARIANT.dataset).glob("*.bin"):
+        assert path.read_bytes() == (Path(made["DATA_PATH"]) / path.name).read_bytes()
+    assert fetch(tmp_path) == 0  # side by side: neither touches the other
+    assert fetch(tmp_path, "--verify", variant="caseops_published") == 0
+
+
+@pytest.mark.parametrize(("name", "change", "told"), [
+    ("fineweb_train_000000.bin", lambda ids, pairs: np.append(ids, min(pairs)), "is to stand for a pair"),
+    ("fineweb_val_bytes_000000.bin", lambda counts, pairs: counts + 1, "a mark counts bytes"),
+    ("fineweb_val_bytes_000000.bin", lambda counts, pairs: counts[:-1], "not one for each of"),
+])  # fmt: skip
+def test_what_cannot_be_fused_is_refused(
+    name: str, change: Callable[[np.ndarray, fuse.Pairs], np.ndarray], told: str, made: dict[str, str],
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    values = change(shards.read_shard(Path(made["DATA_PATH"]) / name),
+                    fuse.choose_pairs(Path(made["TOKENIZER_PATH"])))
+    hub.files[remote(name)] = shards.shard_header(len(values)) + values.astype(shards.TOKEN_DTYPE).tobytes()
+    assert fetch(tmp_path) == 1
+    said = capsys.readouterr().err
+    assert told in said and name in said
+    assert not (fused_folder(tmp_path) / shards.MANIFEST_NAME).exists()
+    assert not (fused_folder(tmp_path) / name).exists()
+
+
+def test_a_tokenizer_without_marks_is_refused(
+    hub: HubServer, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = (dataset / "tokenizer.model").read_bytes()
+    hub.files[f"datasets/tokenizers/{VARIANT.tokenizer}"] = model
+    assert fetch(tmp_path) == 1
+    assert "fused already, or it has none" in capsys.readouterr().err
+    assert not list(fused_folder(tmp_path).glob("*.bin"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data import documents, export, fineweb, fuse, shards
+from data import documents, export, fineweb, shards
 from data.files import DataError
 from tests.support import case, tiny
 
@@ -90,18 +90,6 @@ def test_a_damaged_record_of_a_tokenizer(
     assert model.read_bytes() == b"mine" and record.read_bytes() == content
 
 
-@in_every_form(RAW)
-def test_a_damaged_journal_of_fuse(
-    content: bytes, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = source.with_name("caseops_fused")
-    out.mkdir()
-    (out / fuse.JOURNAL_NAME).write_bytes(content)
-    assert fuse.main([str(source)]) == 1
-    assert_one_sentence(capsys.readouterr().err, out / fuse.JOURNAL_NAME)
-    assert not list(out.glob("*.bin"))
-
-
 def test_a_field_that_is_too_deep_to_be_written_again(tmp_path: Path) -> None:
     """Further fields of a manifest are kept; JSON is read a little deeper than it is written."""
     deep: list[Any] = []
@@ -141,7 +129,7 @@ MANIFESTS = [*RAW, b'{"files": []}', b'{"files": {"a": {}}}', b'{"tokenizer": []
 
 
 @in_every_form(MANIFESTS)
-def test_every_tool_takes_a_damaged_manifest(
+def test_a_damaged_manifest_of_a_dataset(
     content: bytes, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = source / shards.MANIFEST_NAME
@@ -149,6 +137,5 @@ def test_every_tool_takes_a_damaged_manifest(
     out = str(source.parents[1])
     monkeypatch.setattr(documents, "CHUNK_BYTES", 1000)
     verify = ["--verify", "--variant", "x", "--dataset", source.name, "--out", out]
-    for tool, arguments in ((fineweb.main, verify), (fuse.main, [str(source)])):
-        assert tool(arguments) == 1
-        assert_one_sentence(capsys.readouterr().err, path)
+    assert fineweb.main(verify) == 1
+    assert_one_sentence(capsys.readouterr().err, path)

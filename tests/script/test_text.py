@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 
 import train_gpt
-from data import fuse, shards
+from data import shards
 from tests.support import case, tiny
 from train_gpt import BOS_ID, Config, DataError
 
@@ -307,7 +307,7 @@ def test_marks_of_case_come_back(variant: str, tmp_path: Path) -> None:
 def test_pairs_that_were_fused_are_separated_before_they_are_compared(tmp_path: Path) -> None:
     settings = case.make_dataset(tmp_path, "caseops")
     whole = Path(settings["DATA_PATH"])
-    fuse.fuse_dataset(whole, tmp_path / "fused")
+    case.fuse_dataset(whole, tmp_path / "fused")
     config = Config.from_env({**settings, "DATA_PATH": str(tmp_path / "fused")})
     shard = train_gpt.open_shards(f"{config.data_path}/fineweb_val_[0-9]*.bin")
     validation = train_gpt.read_validation(shard, config)

@@ -2,9 +2,10 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
-from data import export
+from data import export, fuse, shards
 from tests.support import tiny
 
 VAL_DOCUMENTS = 12
@@ -34,3 +35,20 @@ def make_dataset(out: Path, variant: str) -> dict[str, str]:
     assert status == 0
     tokenizer = out / "tokenizers" / f"{variant}.model"
     return tiny.environment(VOCAB_SIZE=400, DATA_PATH=out / "datasets" / variant, TOKENIZER_PATH=tokenizer)
+
+
+def fuse_dataset(folder: Path, out: Path) -> None:
+    """Write at `out` the dataset of `folder` with fused case marks, as the download makes it."""
+    manifest = shards.read_manifest(folder)
+    tokenizer = shards.tokenizer_path(folder, manifest)
+    pairs = fuse.choose_pairs(tokenizer)
+    shutil.copytree(folder, out)
+    for name in shards.names_of_kind(manifest["files"], "train"):
+        fuse.fuse_files([out / name], pairs)
+    for name in shards.names_of_kind(manifest["files"], "val"):
+        fuse.fuse_files([out / name, out / name.replace("_val_", "_val_bytes_")], pairs)
+    for name, entry in manifest["files"].items():
+        manifest["files"][name] = shards.file_entry(out / name, entry["split"], tuple(entry["documents"]))
+    manifest["tokenizer"]["file"] = str(tokenizer)
+    manifest["fused"] = {str(new): list(pair) for new, pair in pairs.items()}
+    shards.write_manifest(out, manifest)

@@ -135,7 +135,9 @@ PUBLISHED = {"source": "romeerp/parameter-golf-caseops-v1", "revision": "abc", "
 def test_the_command_that_gets_the_data() -> None:
     mine = {"dataset": "mine", "source": "a.jsonl", "revision": "sha256:0", "tokenizer": "t.model"}
     for data, command in (
-        (PUBLISHED, "python data/fineweb.py --variant caseops --train-shards 80 --revision abc"),
+        (PUBLISHED, "python data/fineweb.py --variant caseops_published --train-shards 80 --revision abc"),
+        ({**PUBLISHED, "dataset": f"{PUBLISHED['dataset']}_fused"},
+         "python data/fineweb.py --variant caseops --train-shards 80 --revision abc"),
         ({**PUBLISHED, "source": "somebody/else"}, ""),
         ({"dataset": "sample_sp1024", "source": "docstrings"}, "python data/sample.py"),
         (mine, "python data/export.py --docs a.jsonl --name mine --tokenizer t.model"),

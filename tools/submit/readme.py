@@ -278,7 +278,7 @@ def fetch_command(data: Mapping[str, Any]) -> str:
     """The command of data/ that gets or makes the data set; empty where its source is not known."""
     source, revision, dataset = (str(data.get(key) or "") for key in ("source", "revision", "dataset"))
     for name, variant in VARIANTS.items():
-        if source == variant.repo and dataset == variant.dataset:
+        if source == variant.repo and dataset == variant.folder():
             shards = data.get("train_shards")
             return f"python data/fineweb.py --variant {name} --train-shards {shards} --revision {revision}"
     if dataset == sample.NAME:
@@ -291,10 +291,11 @@ def fetch_command(data: Mapping[str, Any]) -> str:
 def hub_command(data: Mapping[str, Any]) -> str:
     """A command that puts a published data set where the challenge's scripts look, from any clone of it.
 
-    Exactly the shards of the run: another number of them is another order. Empty where none is published.
+    Exactly the shards of the run: another number of them is another order. Empty where none is published, as
+    for shards that `data/fineweb.py` rewrites.
     """
     known = any(
-        (data.get("source"), data.get("dataset")) == (variant.repo, variant.dataset)
+        (data.get("source"), data.get("dataset")) == (variant.repo, variant.folder()) and not variant.fused
         for variant in VARIANTS.values()
     )
     if not known:
