@@ -2299,10 +2299,10 @@ def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
     path = environ.get("CONFIG")
     if path:
         settings = {} if path == "none" else read_config_file(path)
-    return lay_over(settings, environ)
+    return merge_layers(settings, environ)
 
 
-def lay_over(*layers: Mapping[str, str]) -> dict[str, str]:
+def merge_layers(*layers: Mapping[str, str]) -> dict[str, str]:
     """Merge layers of variables; a later layer wins.
 
     For a text setting (a path, a choice, a list) an empty value counts as unset, because Compose and CI files
@@ -2547,7 +2547,7 @@ def flush_to_disk(descriptor: int) -> None:
             raise
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Replace the file at `path` atomically, or leave it unchanged, even if the machine crashes.
 
     Raises ConfigError if it cannot be written.
@@ -2639,7 +2639,7 @@ class Run:
             return
         if not self.training or self.stop_signal:
             print_line(f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}; "
-                       f"{self.ways_on()}", sys.stderr)
+                       f"{self.how_to_continue()}", sys.stderr)
             os._exit(128 + number)
         self.stop_signal = number  # `train` sees it, saves a checkpoint and stops
         self.asked_at = time.perf_counter()
@@ -2647,7 +2647,7 @@ class Run:
                    f"checkpoint if all ranks are alive; Ctrl-C after {ONE_REQUEST_SECONDS:g}s stops at once",
                    sys.stderr)
 
-    def ways_on(self) -> str:
+    def how_to_continue(self) -> str:
         """How to continue a run that has ended early. Names only files that exist."""
         folder = shlex.quote(f"{self.directory}")
         ways = {CHECKPOINT: f"RESUME={folder}", ARTIFACT: f"EVAL_ONLY={folder}/{ARTIFACT}"}
@@ -2767,7 +2767,7 @@ class Trace:
                                "ts": 1e6 * begin, "dur": 1e6 * seconds, "args": args})  # fmt: skip
         path = self.directory / f"trace_rank{self.rank}.json"
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
-            write_whole(path, json.dumps({"traceEvents": events}).encode())
+            write_atomically(path, json.dumps({"traceEvents": events}).encode())
             self.log(f"trace:{path} (open in ui.perfetto.dev)")
         if self.profiler:
             self.profiler.stop()
@@ -4323,11 +4323,13 @@ def read_modes(config: Config) -> dict[str, int]:
                           "or remove it to let the clock decide") from error  # fmt: skip
 
 
-def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
+def evaluate(
+    model: GPT, config: Config, run: Run, validation: Validation, weights_format: str
+) -> dict[str, Score]:
     """Evaluate the reloaded model and log the final lines: the headline metric first, then diagnostics.
 
     MAX_EVAL_SECONDS applies to the headline metric. Diagnostics get the time that is left, and are skipped if
-    it is too short. form: of the weights, as in the log: int6.
+    it is too short. weights_format: as in the log: int6.
     """
     machine = model.machine
     # In this order. Each evaluation starts from the same weights.
@@ -4341,7 +4343,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
     left_seconds = config.max_eval_seconds or math.inf
     scores: dict[str, Score] = {}
     for name, scorer in scorers.items():
-        label = name if name == "legal_ttt" else f"final_{form}_{name}"
+        label = name if name == "legal_ttt" else f"final_{weights_format}_{name}"
         # Sliding windows cannot be cut short when they are the headline metric, so then they have no limit.
         limit = left_seconds if scores or config.ttt_enabled else math.inf
         with run.phase(f"eval_{name}"):
@@ -4367,9 +4369,9 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
             # The nats of each document, fp64, with which a later evaluation of that document can be compared.
             begins = np.flatnonzero(validation.tokens[:-1] == BOS_ID)
             try:
-                write_whole(run.path(f"nats_{name}.bin"), np.add.reduceat(ledger.nats, begins).tobytes())
+                write_atomically(run.path(f"nats_{name}.bin"), np.add.reduceat(ledger.nats, begins).tobytes())
                 if clock.modes:
-                    write_whole(run.path(EVAL_MODES), json.dumps(clock.modes).encode())
+                    write_atomically(run.path(EVAL_MODES), json.dumps(clock.modes).encode())
             except ConfigError as error:
                 run.log(f"warning: {error}")  # a full disk costs no score
         scores[name] = score
@@ -4991,7 +4993,7 @@ def write_artifact(
     return data, f"artifact_bytes:{len(data)} budget_bytes:{budget} {note}{damped}"
 
 
-class About(NamedTuple):
+class ArtifactInfo(NamedTuple):
     """What there is to know about an artifact besides its model."""
 
     config: dict[str, str]  # the model's settings
@@ -5000,7 +5002,9 @@ class About(NamedTuple):
     sha256: str
 
 
-def load_artifact(path: Path, data: bytes | None = None, is_ours: bool = False) -> tuple[GPT, About]:
+def load_artifact(
+    path: Path, data: bytes | None = None, is_ours: bool = False
+) -> tuple[GPT, ArtifactInfo]:
     """The model of an artifact, on the CPU. Nothing in the file is executed.
 
     data: contents of the file, for a rank that cannot see it; None reads `path`. is_ours: this run has just
@@ -5019,7 +5023,7 @@ def load_artifact(path: Path, data: bytes | None = None, is_ours: bool = False) 
             if not weights.isfinite().all():
                 raise ValueError(f"{name} is not finite")
         sha256 = hashlib.sha256(data).hexdigest()
-        return model, About(header["config"], header["tokenizer_sha256"], len(data), sha256)
+        return model, ArtifactInfo(header["config"], header["tokenizer_sha256"], len(data), sha256)
     except Exception as error:  # whatever the bytes are
         raise ArtifactError(f"{path}: expected the {ARTIFACT} of a run: {error}") from error
 
@@ -5078,7 +5082,6 @@ exec(compile(s,n,"exec"))
 # What a wrapper's string literal cannot contain verbatim, in order of replacement. An octal digit after \0
 # would become part of the escape. Three quotes, or one at the very end, would end the literal.
 ESCAPES = {r"\\": r"\\\\", "\r": r"\\r", "\0(?=[0-7])": r"\\x00", "\0": r"\\0", r"'(?=''|\Z)": r"\\'"}
-
 
 
 def shipped_code(source: bytes) -> bytes:
@@ -5205,7 +5208,7 @@ class Training:
                 if not all(weights.isfinite().all() for weights in state["optimizer"]["weights"]):
                     raise ConfigError("its weights are not finite")
                 path = self.run.path(CHECKPOINT)
-                write_whole(path, torch_file(state))
+                write_atomically(path, torch_file(state))
                 self.run.log(f"checkpoint:{path} step:{self.step}")
         except (ConfigError, MemoryError, RuntimeError) as error:  # torch: out of memory on host or GPU
             self.run.log(f"warning: no checkpoint at step {self.step}, an earlier one is kept: {error!r}")
@@ -5447,7 +5450,7 @@ def end_training(training: Training) -> None:
     training.trace.finish()
     if caught != 0:
         run.machine.gather(None)  # torchrun kills the other ranks as soon as one exits
-        run.log(f"stopped by signal {caught}; {run.ways_on()}")
+        run.log(f"stopped by signal {caught}; {run.how_to_continue()}")
         os._exit(128 + caught)
     if training.step < training.config.iterations:
         run.log(f"stopping_early: wallclock_cap train_time:{1e3 * training.seconds:.0f}ms "
@@ -5620,7 +5623,7 @@ def main() -> int:
         if run.machine.world_size > 1:
             message = f"rank {run.machine.rank}: {message}"
         if run.directory is not None:
-            message += f"\nin phase {run.phase_name}\n{run.ways_on()}"
+            message += f"\nin phase {run.phase_name}\n{run.how_to_continue()}"
             run.append("log.txt", message)
     print_line(message, sys.stderr)
     return 1
@@ -5668,7 +5671,7 @@ def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
     values = read_config_file(str(settings))
     for name in WHERE_A_RUN_WRITES:
         values.pop(name, None)
-    return {**lay_over(values, environ), "CONFIG": "none"}
+    return {**merge_layers(values, environ), "CONFIG": "none"}
 
 
 def whole_run(config: Config, run: Run, answers: list[str]) -> None:
@@ -5681,13 +5684,13 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
     reading_began = time.perf_counter()
     if config.eval_only:
         # The artifact defines the model. Settings that disagree with it are ignored with a warning.
-        model, about = load_artifact(find_path(config.eval_only))
-        tokenizer_sha256 = about.tokenizer_sha256
+        model, artifact = load_artifact(find_path(config.eval_only))
+        tokenizer_sha256 = artifact.tokenizer_sha256
         for name, value in config.overrides().items():
-            its = about.config.get(name, value)
+            its = artifact.config.get(name, value)
             if its != value:
                 answers.append(f"warning: {name}={value} is ignored: the artifact has {name}={its}")
-        config = Config.from_values({**config.as_env(), **about.config})
+        config = Config.from_values({**config.as_env(), **artifact.config})
 
     with run.phase("preflight"):
         inputs = preflight(config, run, tokenizer_sha256)
@@ -5701,14 +5704,14 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
             # Rank 0 wrote it to a disk that other nodes may not see, so it reads the file for all of them.
             path = run.path(ARTIFACT)
             data = path.read_bytes() if machine.rank == 0 else b""
-            model, about = load_artifact(path, machine.gather(data)[0], is_ours=True)
+            model, artifact = load_artifact(path, machine.gather(data)[0], is_ours=True)
         ready_model(model, machine, inputs.chosen.ops)
     reloaded = time.perf_counter()
     if machine.compiled:
         rehearse_evaluation(model, config, run)
     compile_seconds = time.perf_counter() - reloaded
     scores = evaluate(model, config, run, inputs.validation, f"int{config.matrix_bits}")
-    summarize(config, run, inputs, trained, about, scores, reloaded - reading_began, compile_seconds)
+    summarize(config, run, inputs, trained, artifact, scores, reloaded - reading_began, compile_seconds)
     if machine.rank == 0:
         run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run cannot be resumed
 
@@ -5767,7 +5770,7 @@ def save_float(model: GPT, run: Run) -> None:
     """Write the unquantized weights, too. If that fails, the run continues."""
     weights = torch_file(model.state_dict())
     try:
-        write_whole(run.path("final_model.pt"), weights)
+        write_atomically(run.path("final_model.pt"), weights)
         run.log(f"Serialized model: {len(weights)} bytes")
     except ConfigError as error:
         run.log(f"warning: SAVE_FLOAT: {error}")
@@ -5788,13 +5791,13 @@ def keep_artifact(path: Path, data: bytes, config: Config) -> None:
     The run cannot continue from there, so this raises ConfigError with the command that evaluates the copy.
     """
     try:
-        write_whole(path, data)
+        write_atomically(path, data)
     except ConfigError as error:
         for folder in (tempfile.gettempdir(), os.path.expanduser("~")):
             try:
                 spare = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}.", dir=folder))
-                write_whole(spare / SETTINGS_FILE, settings_file(config))
-                write_whole(spare / path.name, data)
+                write_atomically(spare / SETTINGS_FILE, settings_file(config))
+                write_atomically(spare / path.name, data)
             except (ConfigError, OSError):
                 continue
             kept = shlex.quote(str(spare))
@@ -5981,9 +5984,9 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
     run.directory = inputs.directory
     if machine.rank == 0:
         # The code that runs, as it is and as it is counted.
-        write_whole(run.path("train_gpt.py"), inputs.source)
-        write_whole(run.path("train_gpt.shipped.py"), inputs.shipped)
-        write_whole(run.path(SETTINGS_FILE), settings_file(config))
+        write_atomically(run.path("train_gpt.py"), inputs.source)
+        write_atomically(run.path("train_gpt.shipped.py"), inputs.shipped)
+        write_atomically(run.path(SETTINGS_FILE), settings_file(config))
     data = inputs.validation
     folder = find_path(config.data_path)
     # Tell the consoles of other nodes where rank 0 writes.
@@ -6047,8 +6050,8 @@ def log_limit(run: Run, name: str, value: float, limit: float) -> dict[str, Any]
 
 
 def summarize(
-    config: Config, run: Run, inputs: Inputs, trained: Trained, about: About, scores: dict[str, Score],
-    reload_seconds: float, compile_seconds: float,
+    config: Config, run: Run, inputs: Inputs, trained: Trained, artifact: ArtifactInfo,
+    scores: dict[str, Score], reload_seconds: float, compile_seconds: float,
 ) -> None:  # fmt: skip
     """Log sizes, limits and results, and write them to summary.json. All ranks call it together.
 
@@ -6057,9 +6060,9 @@ def summarize(
     """
     machine = run.machine
     code_bytes = len(inputs.shipped)
-    total_bytes = code_bytes + about.bytes
+    total_bytes = code_bytes + artifact.bytes
     run.log(f"Code size: {code_bytes} bytes (wrapped)\n"
-            f"Serialized model int{config.matrix_bits}+rans: {about.bytes} bytes\n"
+            f"Serialized model int{config.matrix_bits}+rans: {artifact.bytes} bytes\n"
             f"Total submission size int{config.matrix_bits}+rans: {total_bytes} bytes")
 
     scoring_seconds = run.phases[f"eval_{next(iter(scores))}"]  # of the headline metric
@@ -6107,7 +6110,7 @@ def summarize(
             "threads": torch.get_num_threads(),
         },
         "phases": run.phases,
-        "artifact": about._asdict(),
+        "artifact": artifact._asdict(),
         "comparable": not data.mark,
         "losses": {name: score._asdict() for name, score in scores.items()},
         "limits": limits,
@@ -6115,7 +6118,7 @@ def summarize(
         "exit": "finished",
     }
     if machine.rank == 0:
-        write_whole(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
+        write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
     results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
     run.log(f"done: bits per byte {results}; stream_hash:{trained.stream_hash}; files in {run.directory}")
 

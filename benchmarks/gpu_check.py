@@ -1,6 +1,6 @@
 """Whether this machine runs train_gpt.py as it should: about ten minutes on one GPU, one page, PASS or FAIL.
 
-    make gpu-check      or      python benchmarks/gpu_check.py [--out FOLDER] [--only forms run ranks]
+    make gpu-check      or      python benchmarks/gpu_check.py [--out FOLDER] [--only kernels run ranks]
     CONFIG=configs/h100_1gpu.env MICRO_BATCH_TOKENS=32768 python benchmarks/gpu_check.py --memory 1
 
 The second command prints the memory that a run takes on each of so many GPUs, by a formula; it needs no GPU.
@@ -8,10 +8,10 @@ The second command prints the memory that a run takes on each of so many GPUs, b
 Settings come from the environment, as for the script. Each stage is a process with a time limit of its own,
 which leaves room for cold compilation:
 
-    forms  which forms the script chooses at the sizes of a micro-batch, and the time of each form
-    run    40 steps as one of eight ranks over all graphs, the end of a run, and 50 documents with adapters;
-           nothing may be compiled in training or in evaluation
-    ranks  with several GPUs: the whole program on all of them, with 30 s of training
+    kernels  which implementations the script chooses at the shapes of a micro-batch, and the time of each
+    run      40 steps as one of eight ranks over all graphs, the end of a run, and 50 documents with
+             adapters; nothing may be compiled in training or in evaluation
+    ranks    with several GPUs: the whole program on all of them, with 30 s of training
 
 A stage that fails does not stop the others. An interrupted check prints what it has. Exit status: 0 if all
 stages passed, 1 if not, 2 without a GPU.
@@ -50,13 +50,13 @@ from data.shards import write_shard
 from train_gpt import Config
 
 REPO = Path(__file__).resolve().parents[1]
-STAGES = {"forms": 400, "run": 1200, "ranks": 900}  # in order, each with its limit in seconds
+STAGES = {"kernels": 400, "run": 1200, "ranks": 900}  # in order, each with its limit in seconds
 STEPS = 40
 SETTLED = 5  # steps after which the loader is ahead
 DOCUMENTS = 50
 CLOCK_SECONDS = 30  # of training on several GPUs
 RESERVE_SHARE = 0.9  # of GPTQ_RESERVE_SECONDS: calibration keeps the rest to spare
-CHOICE_TOLERANCE = 1.1  # that the form which was chosen may be slower than the fastest, by chance
+CHOICE_TOLERANCE = 1.1  # how much slower than the fastest the chosen implementation may be, because of noise
 # A kernel may take so many times the least time of its work. On an H100 the MLP's takes 1.5.
 MAX_OVER_FLOOR = 2.8
 TOLD = r"attention:|fused_|rehears|gptq:collected|peak memory|warning:"  # lines of a log for the page
@@ -87,8 +87,8 @@ class Found(NamedTuple):
 # --- The programs of the stages: they run on the GPU, and write a file of what they found. ---
 
 
-def measure_forms() -> dict[str, Any]:
-    """The forms that the script chooses, and the milliseconds of both passes of every form."""
+def measure_implementations() -> dict[str, Any]:
+    """The implementations that the script chooses, and how many ms both passes of each one take."""
     from triton.testing import do_bench
 
     config = Config.from_env(os.environ)
@@ -108,13 +108,13 @@ def measure_forms() -> dict[str, Any]:
     for setting in train_gpt.IMPLEMENTATIONS:
         run, inputs = train_gpt.trial_of(setting, config, machine)
         run = machine.compile(run)
-        for form in train_gpt.implementations_to_try(setting, config, machine):
-            row: dict[str, Any] = {"setting": setting, "form": form, "floor_ms": floors_ms.get(setting)}
+        for name in train_gpt.implementations_to_try(setting, config, machine):
+            row: dict[str, Any] = {"setting": setting, "name": name, "floor_ms": floors_ms.get(setting)}
             try:
-                model.ops = train_gpt.with_implementation(train_gpt.Ops(), setting, form)
+                model.ops = train_gpt.with_implementation(train_gpt.Ops(), setting, name)
                 both = functools.partial(train_gpt.both_passes, run, model, inputs)
                 row["ms"] = do_bench(both, return_mode="median")
-            except Exception as failure:  # whatever a form that is not here, or does not run, raises
+            except Exception as failure:  # it is not installed, or does not run here
                 row["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
             rows.append(row)
     has_fa3 = importlib.util.find_spec("flash_attn_interface") is not None
@@ -164,7 +164,7 @@ def watch_run() -> dict[str, Any]:
 def run_program(name: str, out: str) -> int:
     """The program of a stage, which writes what it finds to OUT.RANK.json. Returns its exit status."""
     del sys.argv[1:]  # the script reads no arguments
-    found = measure_forms() if name == "forms" else watch_run()
+    found = measure_implementations() if name == "kernels" else watch_run()
     path = Path(f"{out}.{os.environ.get('RANK') or '0'}.json")
     path.write_text(json.dumps(found), encoding="utf-8")
     return int(found.get("status", 0))
@@ -173,42 +173,45 @@ def run_program(name: str, out: str) -> int:
 # --- What they found, judged ---
 
 
-def judge_forms(found: dict[str, Any]) -> Found:
-    """The times of all forms, and whether the fastest ones were chosen."""
+def judge_implementations(found: dict[str, Any]) -> Found:
+    """The times of all implementations, and whether the fastest ones were chosen."""
     # An implementation that is installed but rejected costs steps, and only logs a warning.
     faults = [line for line in found["report"] if line.startswith("warning:") and "rejected" in line]
     lines = [f"Matrix products reach {found['tflops']:.0f} TFLOP/s, copies {found['gb_per_s']:.0f} GB/s.", "",
-             "| operation | form | ms, both passes | over the least |", "|---|---|---|---|"]  # fmt: skip
+             "| setting | implementation | ms, both passes | over the least |",
+             "|---|---|---|---|"]  # fmt: skip
     chosen = dict(line.split()[0].split(":") for line in found["report"] if not line.startswith("warning:"))
-    tried = {row["form"] for row in found["rows"]}
+    tried = {row["name"] for row in found["rows"]}
     if found["has_fa3"] and "fa3" in tried and chosen["attention"] != "fa3":
         faults.append(f"attention: FlashAttention-3 is installed, and {chosen['attention']} was chosen")
-    for setting, form in chosen.items():
+    for setting, chosen_name in chosen.items():
         times_ms = {}
         floor_ms = None
         for row in found["rows"]:
             if row["setting"] != setting:
                 continue
-            name = row["form"] + (" (chosen)" if row["form"] == form else "")
+            label = row["name"] + (" (chosen)" if row["name"] == chosen_name else "")
             told = f"{row.get('failure', '')[:60]} | -"
             if "ms" in row:
-                times_ms[row["form"]] = row["ms"]
+                times_ms[row["name"]] = row["ms"]
                 floor_ms = row["floor_ms"]
                 over = f"{row['ms'] / floor_ms:.1f}" if floor_ms else "-"
                 told = f"{row['ms']:.3f} | {over}"
-            lines.append(f"| {setting} | {name} | {told} |")
-        faults += slow_forms(setting, form, times_ms, floor_ms)
+            lines.append(f"| {setting} | {label} | {told} |")
+        faults += slow_implementations(setting, chosen_name, times_ms, floor_ms)
     return Found(faults, lines)
 
 
-def slow_forms(setting: str, chosen: str, times_ms: Mapping[str, float], floor_ms: float | None) -> list[str]:
-    """Faults: a form that is much slower than another, or than the least time for its work."""
+def slow_implementations(
+    setting: str, chosen: str, times_ms: Mapping[str, float], floor_ms: float | None
+) -> list[str]:
+    """Faults: an implementation much slower than another one, or than the least time for its work."""
     faults = []
-    fastest = min(times_ms, key=lambda form: times_ms[form])
+    fastest = min(times_ms, key=times_ms.__getitem__)
     if times_ms[chosen] > CHOICE_TOLERANCE * times_ms[fastest]:
         faults.append(f"{setting}: {chosen} was chosen and takes {times_ms[chosen]:.3f} ms; {fastest} takes "
                       f"{times_ms[fastest]:.3f} ms")  # fmt: skip
-    kernels_ms = [ms for form, ms in times_ms.items() if form != "plain"]
+    kernels_ms = [ms for name, ms in times_ms.items() if name != "plain"]
     if kernels_ms and floor_ms and min(kernels_ms) > MAX_OVER_FLOOR * floor_ms:
         faults.append(f"{setting}: the kernel takes {min(kernels_ms):.3f} ms, expected at most "
                       f"{MAX_OVER_FLOOR} times the least for its work, {floor_ms:.3f} ms")  # fmt: skip
@@ -327,7 +330,8 @@ def predicted_bytes(config: Config, world_size: int, bytes_a_value: int = 2) -> 
     visits = len(train_gpt.visit_order(config, config.num_loops > 0))
     heads = config.model_dim + 2 * config.num_kv_heads * config.head_dim
     hidden = 2 * config.mlp_dim
-    if bytes_a_value == 4:  # the plain MLP keeps its activation in one form more, and its normalized input
+    # The plain MLP also keeps its normalized input, and its hidden values before the activation.
+    if bytes_a_value == 4:
         hidden += config.mlp_dim + config.model_dim
     a_visit = hidden + 2 * heads + SAVED_WIDTHS * config.model_dim
     # The logits, and their gradient.
@@ -418,7 +422,7 @@ class Check:
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command += [*self.program, "forms" if name == "forms" else "run", str(self.folder / name)]
+        command += [*self.program, "kernels" if name == "kernels" else "run", str(self.folder / name)]
         log = self.folder / f"{name}.log"
         with open(log, "w", encoding="utf-8") as output:
             process = subprocess.Popen(
@@ -433,12 +437,12 @@ class Check:
                 end(process)
         return [f"it ended with status {status}: {last_words(log)}"] if status else []
 
-    def forms(self, limit_seconds: float) -> Found:
-        """The forms of each operation."""
-        faults = self.start("forms", 1, limit_seconds)
+    def kernels(self, limit_seconds: float) -> Found:
+        """The implementations of each setting."""
+        faults = self.start("kernels", 1, limit_seconds)
         if faults:
             return Found(faults, [])
-        return judge_forms(json.loads((self.folder / "forms.0.json").read_text(encoding="utf-8")))
+        return judge_implementations(json.loads((self.folder / "kernels.0.json").read_text(encoding="utf-8")))
 
     def run(self, limit_seconds: float) -> Found:
         """A short run on one GPU, from the first step to the last score."""
@@ -545,6 +549,6 @@ def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__fil
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["forms"], ["run"]):
+    if sys.argv[1:2] in (["kernels"], ["run"]):
         sys.exit(run_program(*sys.argv[1:]))
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""Whether ids, tokenizer and byte counts of a dataset belong together, which no hash shows.
+"""Check that the ids, the tokenizer and the byte counts of a dataset belong together. No hash shows that.
 
-Two tokenizers may well have as many pieces, and a byte sidecar may be of other tokens. A score of such data
-means nothing. So some text is decoded and encoded again, and all counts are held against the pieces.
+With another tokenizer of the same size, or with the byte counts of another text, the scores are meaningless.
+So the first documents are decoded and encoded again, and all counts are compared with the pieces.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from data import caseops, fuse, shards
 from data.shards import BOS_ID, ByteTable
 
 CHECKED_DOCUMENTS = 1000
-CHECKED_TOKENS = 2_000_000  # of them at most: about a second of work
-CUT_TOKENS = 4  # at either end of a document: if it was cut there, they need not come back
-NEIGHBORS = 4  # on each side: with a foreign tokenizer many single ids come back, but hardly any in a row
-LEAST_SHARE = 0.95  # of the ids that come back; of a sound dataset nearly all do
-LEAST_SPELLED = 0.5  # of the pieces whose bytes a sidecar counts as they spell
+CHECKED_TOKENS = 2_000_000  # at most, which takes about a second
+CUT_TOKENS = 4  # ignored at each end of a document: where it was cut, ids need not come back
+NEIGHBORS = 4  # on each side: with the wrong tokenizer many single ids come back, but hardly any in a row
+LEAST_SHARE = 0.95  # of the ids must come back; with the right tokenizer nearly all do
+LEAST_SPELLED = 0.5  # of the pieces must have as many bytes in the sidecar as they spell
 
 
 def content_problems(directory: Path, manifest: dict[str, Any]) -> list[str]:
-    """The faults of a dataset whose files are those of its manifest; empty when sound."""
+    """What is wrong with a dataset whose files match its manifest; empty if nothing is."""
     path = shards.tokenizer_path(directory, manifest)
     tokenizer = shards.load_tokenizer(path)
     files = manifest["files"]
@@ -37,7 +37,7 @@ def content_problems(directory: Path, manifest: dict[str, Any]) -> list[str]:
     if problems or not val:
         return problems
 
-    # What the tokenizer would write has no fused pairs.
+    # Undo fused pairs, to compare with the tokenizer's own output.
     pairs = fuse.pairs_of(manifest)
     fused_tokens = np.concatenate([shards.read_shard(shard) for shard in val])
     if not len(fused_tokens) or fused_tokens[0] != BOS_ID:
@@ -51,7 +51,7 @@ def content_problems(directory: Path, manifest: dict[str, Any]) -> list[str]:
     sidecars = [directory / name for name in shards.names_of_kind(files, "val_bytes")]
     if sidecars:
         counts = np.concatenate([shards.read_shard(sidecar) for sidecar in sidecars])
-        # The tool that made them had the text itself, and noted how many bytes of it are counted.
+        # The tool that wrote them had the text itself, and recorded the number of bytes it counted.
         noted = manifest["splits"]["val"].get("audit", {}).get("sidecar_bytes")
         total = int(counts.sum(dtype=np.int64))
         if total != noted:
@@ -61,8 +61,8 @@ def content_problems(directory: Path, manifest: dict[str, Any]) -> list[str]:
             _, counts = fuse.separate(fused_tokens, pairs, counts)
         problems += sidecar_problems(directory, tokens, counts, tokenizer)
     elif caseops.form_of(tokenizer) is not None:
-        problems.append(f"{directory}: the tokenizer has CaseOps marks, which are no text, and no "
-                        "fineweb_val_bytes_*.bin counts without them")
+        problems.append(f"{directory}: the tokenizer has CaseOps marks, which are not text, but "
+                        "there is no fineweb_val_bytes_*.bin to count bytes")
     else:
         problems += text_problems(directory, manifest, tokens, tokenizer)
     return problems
@@ -71,11 +71,11 @@ def content_problems(directory: Path, manifest: dict[str, Any]) -> list[str]:
 def text_problems(
     directory: Path, manifest: dict[str, Any], tokens: np.ndarray, tokenizer: spm.SentencePieceProcessor
 ) -> list[str]:
-    """Why the bytes of validation without a sidecar are not those of its pieces; empty when they are."""
+    """Why the bytes of validation data without a sidecar are not those of its pieces; empty if they are."""
     unknown = np.flatnonzero(tokens == tokenizer.unk_id())
     if len(unknown):
         return [f"{directory}: validation token {unknown[0]} is a character that the tokenizer has no piece "
-                "for, so its bytes are lost; export with a tokenizer that has byte fallback"]
+                "for, so its bytes are unknown; export with a tokenizer that has byte fallback"]
     total = ByteTable.from_sentencepiece(tokenizer).total(tokens)
     noted = manifest["splits"]["val"].get("audit", {}).get("decoded_bytes", total)
     if total != noted:
@@ -86,7 +86,7 @@ def text_problems(
 
 
 def foreign_id(path: Path, vocab_size: int) -> str:
-    """The first id of a shard that the tokenizer does not have; empty when there is none."""
+    """The first id of a shard that the tokenizer does not have; empty if there is none."""
     tokens = shards.read_shard(path)
     if not len(tokens) or int(tokens.max()) < vocab_size:
         return ""
@@ -97,8 +97,8 @@ def foreign_id(path: Path, vocab_size: int) -> str:
 def share_that_comes_back(tokenizer: spm.SentencePieceProcessor, tokens: np.ndarray) -> float:
     """Share of the ids of the first documents that are the same when decoded and encoded again.
 
-    An id comes back if it and its neighbors stand at the same bytes of their document, counted from the
-    beginning or from the end: one odd place in a long text does not make the text behind it differ.
+    An id comes back if it and its neighbors have the same byte offset in their document, counted from the
+    start or from the end, so one odd spot does not make the whole document differ.
     """
     table = ByteTable.from_sentencepiece(tokenizer)
     begins = np.flatnonzero(tokens == BOS_ID)[: CHECKED_DOCUMENTS + 1]
@@ -121,10 +121,10 @@ def share_that_comes_back(tokenizer: spm.SentencePieceProcessor, tokens: np.ndar
 
 
 def without_cut_ends(ids: np.ndarray, tokenizer: spm.SentencePieceProcessor) -> np.ndarray:
-    """The ids without what is left of a character at either end, and a space that an encoder drops."""
+    """The ids without incomplete characters at either end, and without a final space, which encoders drop."""
     space = tokenizer.piece_to_id(shards.SPACE_PIECE)
     first = 0
-    # No character begins with the bytes <0x80> to <0xBF>.
+    # The bytes <0x80> to <0xBF> never start a UTF-8 character.
     while (first < len(ids) and tokenizer.is_byte(int(ids[first]))
            and tokenizer.id_to_piece(int(ids[first]))[3] in "89AB"):
         first += 1
@@ -135,7 +135,7 @@ def without_cut_ends(ids: np.ndarray, tokenizer: spm.SentencePieceProcessor) -> 
 
 
 def places(ids: np.ndarray, table: ByteTable) -> tuple[np.ndarray, np.ndarray]:
-    """Each id that is text with the byte where it begins, as one number: from the beginning, from the end."""
+    """Each id that is text and its byte offset as one number; counted from the start, and from the end."""
     ids = ids[table.is_text[ids]].astype(np.int64)
     lengths = table.piece_bytes[ids] + table.leading_space[ids]
     begins = np.cumsum(lengths) - lengths
@@ -145,12 +145,12 @@ def places(ids: np.ndarray, table: ByteTable) -> tuple[np.ndarray, np.ndarray]:
 def sidecar_problems(
     directory: Path, tokens: np.ndarray, counts: np.ndarray, tokenizer: spm.SentencePieceProcessor
 ) -> list[str]:
-    """Why byte counts cannot be those of these tokens; both of shape (tokens,). Empty when they can be."""
+    """Why these byte counts cannot belong to these tokens, both (tokens,); empty if they can."""
     here = f"{directory}: by fineweb_val_bytes_*.bin"
     if len(counts) != len(tokens):
         return [f"{here} there are {len(counts)} counts for {len(tokens)} validation tokens"]
 
-    # Each byte counts once: none where there is no text. An escaped mark is text.
+    # BOS and marks are not text, so they have no bytes. An escaped mark is text.
     is_mark = np.zeros(tokenizer.vocab_size(), bool)
     fused = caseops.form_of(tokenizer)
     no_text = tokens == BOS_ID
@@ -164,10 +164,10 @@ def sidecar_problems(
     wrong = np.flatnonzero(no_text & (counts > 0))
     if len(wrong):
         at = int(wrong[0])
-        problems.append(f"{here} validation token {at}, id {tokens[at]}, stands for {counts[at]} bytes, "
-                        "expected 0: BOS and the marks of CaseOps are no text")
+        problems.append(f"{here} validation token {at}, id {tokens[at]}, has {counts[at]} bytes, "
+                        "expected 0: BOS and the marks of CaseOps are not text")
 
-    # No document with text is without bytes; the last one may be cut anywhere.
+    # A document with text has bytes. The last one may be cut anywhere.
     begins = np.flatnonzero(tokens == BOS_ID)
     if len(begins) > 1:
         bytes_of_documents = np.add.reduceat(counts.astype(np.int64), begins)[:-1]
@@ -177,13 +177,13 @@ def sidecar_problems(
             number = int(empty[0])
             problems.append(f"{here} validation document {number} has {lengths[number]} tokens and no bytes")
 
-    # Normalizing changes characters here and there; most pieces stand for as many bytes as they have. Pieces
-    # of one byte are left out: several of them may make a character, which counts at the last.
+    # Normalization changes some characters, but most pieces have exactly the bytes they spell. Pieces of one
+    # byte are left out: several of them may make up a character, which counts at the last one.
     table = ByteTable.from_sentencepiece(tokenizer)
     expected = table.piece_bytes + table.leading_space
     is_asked = ((expected > 1) & ~is_mark)[tokens]
     share = float(np.mean((counts == expected[tokens])[is_asked])) if is_asked.any() else 1.0
     if share < LEAST_SPELLED:
-        problems.append(f"{here} only {share:.0%} of validation tokens stand for as many bytes as their "
-                        "pieces have")
+        problems.append(f"{here} only {share:.0%} of the validation tokens have the bytes that their pieces "
+                        "spell")
     return problems

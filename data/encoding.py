@@ -1,7 +1,7 @@
 """Documents to tokens, in as many processes as there are cores, with an audit of every validation byte.
 
-Results come back in document order and do not depend on the number of processes. Nothing is kept of a chunk
-once it was handed on, so memory depends on the chunk size and the number of processes alone.
+Results come back in document order and do not depend on the number of processes. A chunk is dropped once it
+has been written, so memory depends only on the chunk size and the number of processes.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Encoder:
         """
         ids = tokens[1:].tolist()
         if self.tokenizer.unk_id() in ids:
-            raise DataError(f"{self.path}: no piece for {self.unknown_text(coded)!r}, so its bytes are lost; "
-                            f"use a tokenizer with byte fallback. The document begins {text[:60]!r}")
+            raise DataError(f"{self.path}: no piece for {self.unknown_text(coded)!r}, so its bytes are "
+                            f"unknown; use a tokenizer with byte fallback. The document begins {text[:60]!r}")
         table_bytes = self.table.total(tokens)
         decoded_bytes = len(self.tokenizer.decode(ids).encode())
         sums = collections.Counter(
@@ -114,10 +114,10 @@ class Encoder:
             at = self.first_miscounted(tokens)
             piece = self.tokenizer.id_to_piece(int(tokens[at]))
             counted = self.table.total(tokens[at - 1 : at + 1])
-            raise DataError(f"{self.path}: its pieces count {table_bytes} bytes where the decoded text has "
-                            f"{decoded_bytes}; they part at token {at}, piece {piece!r}, counted as "
-                            f"{counted}. Bits per byte would be wrong: use another tokenizer. The document "
-                            f"begins {text[:60]!r}")
+            raise DataError(f"{self.path}: a document decodes to {decoded_bytes} bytes, but its pieces "
+                            f"count {table_bytes}; the first difference is at its token {at}, piece "
+                            f"{piece!r}, counted as {counted}. Bits per byte would be wrong: use another "
+                            f"tokenizer. The document begins {text[:60]!r}")
         if not self.use_caseops:
             return sums, np.zeros(0, dtype=shards.TOKEN_DTYPE)
         if caseops.decode(coded, self.fused) != text:
@@ -133,7 +133,7 @@ class Encoder:
         return next((part for part in self.tokenizer.encode(coded, out_type=str) if part not in known), "")
 
     def first_miscounted(self, tokens: np.ndarray) -> int:
-        """The token of a document (BOS first) with which the counted bytes and the decoded ones part."""
+        """The first token of a document (BOS first) where the decoded and the counted bytes differ."""
         ids = tokens.tolist()
 
         def differs(stop: int) -> bool:
@@ -141,7 +141,7 @@ class Encoder:
             decoded = self.tokenizer.decode(ids[1:stop])
             return len(decoded.encode()) != self.table.total(tokens[:stop])
 
-        # A part must not end inside a character, for which the decoder would write one of three bytes.
+        # Cut only between characters: for an incomplete one the decoder would put a mark of three bytes.
         values = self.byte_values[tokens[1:]]
         continues = (values >= 0) & ((values & 0xC0) == 0x80)
         stops = (np.flatnonzero(np.append(~continues, True)) + 1).tolist()
@@ -167,7 +167,7 @@ class Encoder:
         bytes_before = np.concatenate(([0], np.cumsum(caseops.byte_counts(coded, self.fused))))
         counts = np.diff(bytes_before[np.asarray(offsets)[ends]], prepend=bytes_before[offsets[0]])
         if counts.max(initial=0) > MAX_TOKEN_BYTES:
-            raise DataError(f"a token stands for {counts.max()} bytes, a sidecar holds at most "
+            raise DataError(f"a token has {counts.max()} bytes, but a sidecar holds at most "
                             f"{MAX_TOKEN_BYTES}; shorten the white space in the document that begins "
                             f"{coded[:60]!r}")
         return counts

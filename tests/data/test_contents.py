@@ -67,10 +67,10 @@ def test_a_wrong_sidecar_is_told(folder: Path, capsys: pytest.CaptureFixture[str
     marks = (tokens >= 4) & (tokens < 8)
     fourth_document = np.cumsum(starts) == 4
     for wrong, told in (
-        (np.where(marks, 3, counts), "stands for 3 bytes, expected 0: BOS and the marks"),
-        (np.where(starts, 1, counts), "validation token 0, id 1, stands for 1 bytes, expected 0"),
+        (np.where(marks, 3, counts), "has 3 bytes, expected 0: BOS and the marks"),
+        (np.where(starts, 1, counts), "validation token 0, id 1, has 1 bytes, expected 0"),
         (np.roll(counts, 1), "expected 0: BOS and the marks"),
-        (2 * counts, "of validation tokens stand for as many bytes"),
+        (2 * counts, "of the validation tokens have the bytes that their pieces spell"),
         (np.where(fourth_document, 0, counts), "validation document 3 has"),
     ):
         write_counts(folder, wrong)
@@ -87,7 +87,7 @@ def test_a_sum_that_differs_from_the_manifests_and_marks_without_a_sidecar_are_t
     assert "bytes of text, the manifest says" in problem
     manifest["files"] = {name: entry for name, entry in manifest["files"].items() if "_bytes_" not in name}
     (problem,) = contents.content_problems(folder, manifest)
-    assert "CaseOps marks, which are no text" in problem
+    assert "CaseOps marks, which are not text" in problem
 
 
 def test_text_that_is_mostly_odd_is_no_wrong_sidecar(made: Path) -> None:
@@ -190,4 +190,4 @@ def test_a_piece_that_counts_other_bytes_is_named(tmp_path: Path) -> None:
             with pytest.raises(shards.DataError) as error:
                 encoder.audit(text, text, tokens)
             encoder.table.piece_bytes[wrong] -= 1
-            assert f"at token {first}, piece {tokenizer.id_to_piece(wrong)!r}" in str(error.value)
+            assert f"token {first}, piece {tokenizer.id_to_piece(wrong)!r}" in str(error.value)

@@ -30,7 +30,7 @@ TOKENIZER = "ab" * 32
 
 def write(
     path: Path, config: Config, code_bytes: int = 0, seed: int = 0
-) -> tuple[train_gpt.GPT, train_gpt.About, str]:
+) -> tuple[train_gpt.GPT, train_gpt.ArtifactInfo, str]:
     """Write the artifact of a model that looks trained; the model, what its file says, the log line."""
     model = trained_like(config, seed)
     hessians: train_gpt.Hessians = {}
@@ -440,13 +440,13 @@ def test_a_full_disk_leaves_the_old_file(tiny_file: Path, tmp_path: Path) -> Non
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
     try:
         with pytest.raises(train_gpt.ConfigError, match="cannot be written"):
-            train_gpt.write_whole(path, data)
+            train_gpt.write_atomically(path, data)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == b"the old file"
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.bin"]
     # A folder that somebody has removed is made again.
-    train_gpt.write_whole(tmp_path / "removed" / "model.bin", data)
+    train_gpt.write_atomically(tmp_path / "removed" / "model.bin", data)
     assert (tmp_path / "removed" / "model.bin").read_bytes() == data
 
 

@@ -376,7 +376,7 @@ def test_a_closed_console_and_odd_paths_end_no_run(lab: Lab) -> None:
     assert ended.summary["exit"] == "finished"
     assert all(words in log for words in ("step:6/6", str(folder), "done: "))
     run = train_gpt.Run(train_gpt.Machine(), ended.directory)
-    assert run.ways_on() == f"continue with EVAL_ONLY={shlex.quote(str(ended.directory))}/model.bin"
+    assert run.how_to_continue() == f"continue with EVAL_ONLY={shlex.quote(str(ended.directory))}/model.bin"
     found = {"DATA_PATH": None, "TOKENIZER_PATH": None, "CONFIG": None}  # in its config.env
     lab.succeed(EVAL_ONLY=ended.directory / "model.bin", RUN_ID="b", **found)
 

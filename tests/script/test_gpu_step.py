@@ -209,7 +209,7 @@ def train_on_other_documents(model: GPT, config: Config, looping: tuple[bool, ..
 
 
 def assert_kernels_in(graph: Any, attention: str, visits: int) -> None:
-    """Attention and our own kernels in each visit, with no form of theirs in other operations."""
+    """Attention and our own kernels in each visit, and none of them decomposed into other operations."""
     calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     for name, times in {ATTENTION[attention]: 1, **OUR_KERNELS}.items():
         name = name if "." in name else f"train_gpt.{name}.default"
@@ -407,18 +407,18 @@ def test_a_wait_is_of_its_own_step_and_late_recurrence_in_reserve(monkeypatch: p
         assert device.free <= 10 + 2 * 0.1, "at most what the last two steps took longer"
 
 
-COUNTED_CHOICES = before("torch.autograd.functional.vjp", 'print("a form is looked at", flush=True)')
+COUNTED_CHOICES = before("torch.autograd.functional.vjp", 'print("an implementation is run", flush=True)')
 
 
 def test_kernels_are_chosen_once_in_a_run(lab: Any) -> None:
-    """Chosen anew at reload, a form that trained could be another one than the one that scores."""
+    """If they were chosen again at reload, the run could score with other kernels than it trained with."""
     size = {"NUM_LAYERS": 1, "NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1, "XSA_LAST_N": 1}
     short = {"ITERATIONS": 1, "WARMUP_STEPS": 0, "TRAIN_BATCH_TOKENS": 64, "VAL_TOKENS_LIMIT": 64}
     off = {**SHORT_END, "TRITON_INTERPRET": 1}
     ended = lab.succeed(fault=COUNTED_CHOICES, FUSED_HEADS=1, **size, **short, **off)
-    # The plain form, which shows what is right, and the kernel.
+    # The reference implementation, and the kernel.
     assert re.findall(r"^fused_heads:kernel tried: kernel error:", ended.out, re.MULTILINE)
-    assert ended.out.count("a form is looked at") == 2
+    assert ended.out.count("an implementation is run") == 2
 
 
 def test_a_run_says_how_long_it_took_to_start_and_whether_its_graphs_were_compiled_before(

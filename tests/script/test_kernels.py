@@ -349,7 +349,7 @@ def test_attention_that_looks_across_documents_is_refused(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("doc_mask", [False, True])
 def test_attention_on_the_first_tokens_shows_faults(doc_mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of long rows only so many are compared: right forms agree to rounding, and wrong ones do not pass."""
+    """Only the first tokens of long rows are compared: correct attention passes, and a leak is found."""
     monkeypatch.setattr(train_gpt, "ATTENTION_CHECK_TOKENS", 24)
     settings: dict[str, Any] = dict(
         train_seq_len=64, micro_batch_tokens=256, doc_mask=doc_mask, attention="fa3")  # fmt: skip
@@ -366,13 +366,13 @@ def test_attention_on_the_first_tokens_shows_faults(doc_mask: bool, monkeypatch:
 
 
 def peers_found(monkeypatch: pytest.MonkeyPatch, *found: list[Any]) -> None:
-    """One rank is told what its peers found: of each form their errors with a message, or times."""
+    """This rank gathers what its peers found: for each implementation an error and a message, or a time."""
     told = iter(found)
     monkeypatch.setattr(train_gpt.Machine, "gather", lambda _, value: [value, *next(told)])
 
 
 def test_the_worst_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form that is right here is not taken where a peer found it wrong, or could not run it."""
+    """An implementation that passes here is not chosen if it fails on another rank."""
     found = {"fa3": packed_attention, "varlen": packed_attention}
     good = [(0.0, ""), (0.0, "")]
     of_attention = [[(0.0, ""), (0.5, "error:5.0e-01")], [(0.0, "error:0.0e+00"), (0.01, "fair")]]
@@ -394,7 +394,7 @@ def test_the_worst_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("asked", ["auto", "0"])
 def test_a_cpu_has_the_references_and_tries_nothing(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     """They are the definition, and a start must be quick."""
-    monkeypatch.setattr(train_gpt, "both_passes", lambda *_: pytest.fail("a form was tried"))
+    monkeypatch.setattr(train_gpt, "both_passes", lambda *_: pytest.fail("an implementation was tried"))
     config = dataclasses.replace(SMALL, attention="auto", fused_mlp=asked, fused_heads=asked)
     chosen = train_gpt.fast_ops(config, train_gpt.Machine(dtype=torch.bfloat16))
     assert chosen.ops == train_gpt.Ops()
@@ -417,12 +417,12 @@ def test_a_gpu_takes_the_kernel_of_the_mlp_by_itself_in_bfloat16_alone() -> None
 def mlp_of(
     machine: train_gpt.Machine, times_ms: tuple[float, ...] = (1.0, 2.0), **settings: Any
 ) -> tuple[str, str]:
-    """The form of the MLP that would run if the forms last as long, and its line for the log."""
+    """The MLP that would run if its implementations took these times, and its line for the log."""
     config = dataclasses.replace(SMALL, **settings)
-    forms = train_gpt.implementations_to_try("fused_mlp", config, machine)
+    names = train_gpt.implementations_to_try("fused_mlp", config, machine)
     # The interpreter has no bfloat16, in which alone a GPU takes the kernel by itself: here it does in fp32.
     if machine.on_gpu and config.fused_mlp == "auto":
-        forms = train_gpt.IMPLEMENTATIONS["fused_mlp"]
+        names = train_gpt.IMPLEMENTATIONS["fused_mlp"]
 
     def clock(passes: Any) -> float:
         passes()
@@ -432,7 +432,7 @@ def mlp_of(
         return "plain" if ops.mlp is train_gpt.mlp_plain else "kernel"
 
     with (
-        mock.patch.object(train_gpt, "implementations_to_try", lambda *_: forms),
+        mock.patch.object(train_gpt, "implementations_to_try", lambda *_: names),
         mock.patch.object(train_gpt.triton.testing, "do_bench", clock),
     ):
         ops, report = train_gpt.choose_implementation("fused_mlp", train_gpt.Ops(), config, machine)
@@ -440,20 +440,22 @@ def mlp_of(
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize(("asked", "times_ms", "form"), [
+@pytest.mark.parametrize(("asked", "times_ms", "chosen"), [
     ("auto", (1, 2), "kernel"), ("auto", (2, 1), "plain"),
     ("1", (2, 1), "kernel"), ("0", (1, 2), "plain"),
 ])  # fmt: skip
-def test_a_gpu_takes_the_fastest_form_it_may_have(asked: str, times_ms: tuple[float, ...], form: str) -> None:
-    """The line tells of each how far it is from the plain one, and how long it lasts."""
+def test_a_gpu_takes_the_fastest_mlp_it_may_have(
+    asked: str, times_ms: tuple[float, ...], chosen: str
+) -> None:
+    """The log line has the time of each implementation."""
     name, line = mlp_of(Card(), times_ms, fused_mlp=asked)
-    assert name == form and line.startswith(f"fused_mlp:{form} tried: ")
+    assert name == chosen and line.startswith(f"fused_mlp:{chosen} tried: ")
     names = train_gpt.IMPLEMENTATIONS["fused_mlp"] if asked == "auto" else []
     assert re.findall(r"(\w+) (\d)\.00 ms", line) == [*zip(names, map(str, times_ms), strict=False)]
 
 
 @needs_runnable_kernels
-def test_the_slowest_rank_decides_and_a_fast_wrong_form_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slowest_rank_decides_and_a_fast_wrong_mlp_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     for ours, theirs in (((1, 3), (9, 2)), ((9, 2), (1, 3))):
         with monkeypatch.context() as patch:
             peers_found(patch, *[[(0.0, "")]] * 2, *([ms] for ms in theirs))
@@ -484,7 +486,7 @@ def test_without_triton_a_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     assert "ATTENTION=sdpa" not in "\n".join(chosen.report), "what was asked for needs no warning"
 
 
-def test_forms_are_tried_with_what_one_pass_of_training_holds() -> None:
+def test_implementations_are_tried_at_the_shapes_of_a_training_pass() -> None:
     config = tiny_config(TRAIN_SEQ_LEN=16, MICRO_BATCH_TOKENS=256, TRAIN_BATCH_TOKENS=256)
 
     def rows(config: train_gpt.Config, world_size: int) -> int:

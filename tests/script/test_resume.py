@@ -288,7 +288,7 @@ def test_nothing_is_written_through_a_link_that_comes_later(tmp_path: Path) -> N
         (folder / name).symlink_to(target)
     run = train_gpt.Run(train_gpt.Machine(), folder)
     run.log("a line")
-    train_gpt.write_whole(folder / "model.bin", b"new")
+    train_gpt.write_atomically(folder / "model.bin", b"new")
     assert target.read_text() == "mine" and (folder / "model.bin").read_bytes() == b"new"
     assert not (folder / ".model.bin.tmp").is_symlink()
 
@@ -395,7 +395,7 @@ def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
     replace = os.replace
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", lambda *names: (done.append("replace"), replace(*names)))
-    train_gpt.write_whole(path, b"12345")
+    train_gpt.write_atomically(path, b"12345")
     assert done == ["fsync file 5", "replace", "fsync folder"] and path.read_bytes() == b"12345"
 
     def fails(number: int) -> Callable[[int], None]:
@@ -407,10 +407,10 @@ def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
     # A full disk may show only here; a file system that cannot do it is no reason to lose a file.
     monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
     with pytest.raises(train_gpt.ConfigError, match="No space left"):
-        train_gpt.write_whole(path, b"new")
+        train_gpt.write_atomically(path, b"new")
     assert path.read_bytes() == b"12345" and [one.name for one in tmp_path.iterdir()] == ["checkpoint.pt"]
     monkeypatch.setattr(os, "fsync", fails(errno.EINVAL))
-    train_gpt.write_whole(path, b"new")
+    train_gpt.write_atomically(path, b"new")
     assert path.read_bytes() == b"new"
 
 

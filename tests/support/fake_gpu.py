@@ -1,6 +1,6 @@
 """A GPU in miniature, on a clock that only it and its host move: what timing and traces see of a device.
 
-    python -m tests.support.fake_gpu FAULT forms|run OUT
+    python -m tests.support.fake_gpu FAULT kernels|run OUT
 
 starts a program of gpu-check on such a card, which has a fault, or `none`.
 """
@@ -113,7 +113,7 @@ class FakeEvent:
         return self.gpu.rate * (later.ns - self.ns) / 1e6
 
 
-# Both passes of each form.
+# Both passes of each implementation.
 ATTENTION_US = {"fa3": 500, "varlen": 800, "sdpa": 2000}
 KERNEL_US = {"mlp": 900, "heads": 450}
 PLAIN_US = {"mlp": 1500, "heads": 800}
@@ -172,12 +172,12 @@ class Card(train_gpt.Machine):
 
     @property
     def on_gpu(self) -> bool:
-        """So it has the forms of one."""
+        """So it tries the implementations for one."""
         return True
 
 
-def install_forms(fault: str) -> None:
-    """The forms of all operations, each with its time."""
+def install_implementations(fault: str) -> None:
+    """The implementations of all settings, each with its time."""
     plain = []
     for name, kernel_us in KERNEL_US.items():
         function = getattr(train_gpt, f"{name}_plain")
@@ -281,9 +281,9 @@ def install_card(fault: str, as_gpu: bool) -> None:
 
 if __name__ == "__main__":
     fault, name, out = sys.argv[1:]
-    install_card(fault, as_gpu=name == "forms")
-    if name == "forms":
-        install_forms(fault)
+    install_card(fault, as_gpu=name == "kernels")
+    if name == "kernels":
+        install_implementations(fault)
     else:
         install_run(fault)
     sys.exit(gpu_check.run_program(name, out))

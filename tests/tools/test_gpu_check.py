@@ -57,7 +57,7 @@ def test_a_card_without_a_fault_passes(checked: Checked, monkeypatch: pytest.Mon
     status, page = checked(gpus=2)
     assert status == 0 and page.startswith(f"# gpu-check: PASS\n\n2 x {CARD}; torch ")
     assert [line.split(",")[0] for line in page.splitlines() if line.startswith("## ")] == [
-        "## forms: PASS", "## run: PASS", "## ranks: PASS"]  # fmt: skip
+        "## kernels: PASS", "## run: PASS", "## ranks: PASS"]  # fmt: skip
     assert "| attention | fa3 (chosen) | 0.500 | - |" in page
     assert page.count("| without recurrence | 85.0 | - |") == 2
     assert page.count("| with recurrence | 125.0 | - |") == 2
@@ -70,8 +70,8 @@ def test_a_card_without_a_fault_passes(checked: Checked, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "stage", "told"), [
-    ("fa3 refused", "forms", "attention: FlashAttention-3 is installed, and varlen was chosen"),
-    ("slow kernel", "forms", "fused_heads: the kernel takes 0.900 ms, expected at most 2.8 times"),
+    ("fa3 refused", "kernels", "attention: FlashAttention-3 is installed, and varlen was chosen"),
+    ("slow kernel", "kernels", "fused_heads: the kernel takes 0.900 ms, expected at most 2.8 times"),
     ("graph break", "run", "it ended with status 1: torch._dynamo.exc.Unsupported: Call to `torch"),
     ("recompiles", "run", "graphs or kernels were compiled inside the clock of `evaluate`"),
     ("small reserve", "run", "the reserve is too small: Hessians take 4.80 s, GPTQ_RESERVE_SECONDS="),
@@ -91,7 +91,7 @@ def test_stages_hide_no_other(checked: Checked, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(gpu_check.STAGES, "run", 1.0)
     status, page = checked(program=program)
     assert status == 1
-    assert "- forms: it ended with status 3: ValueError: no such luck\n" in page
+    assert "- kernels: it ended with status 3: ValueError: no such luck\n" in page
     assert "- run: it takes longer than 1 s; the end of its log: begun\n" in page
     assert "## ranks: PASS" in page
 
@@ -106,7 +106,7 @@ def test_an_interrupted_check_ends_its_program_and_prints_the_page_so_far(
         "    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(600)\n"
     )
     status, page = checked(program=program)
-    assert status == 1 and "## forms: FAIL" in page and "- run: did not end\n- ranks: did not end\n" in page
+    assert status == 1 and "## kernels: FAIL" in page and "- run: did not end\n- ranks: did not end\n" in page
     assert page in capsys.readouterr().out
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "check" / "run.id").read_text()), 0)

@@ -264,12 +264,12 @@ def unquantized_weights_scored(script: ModuleType) -> None:
 
 def second_file(script: ModuleType) -> None:
     """What quantization lost lies in a file beside the artifact."""
-    write_whole = script.write_whole
+    write_atomically = script.write_atomically
     load = script.load_artifact
     lost: list[Any] = []
 
     def with_second(path: Path, data: bytes) -> None:
-        write_whole(path, data)
+        write_atomically(path, data)
         if path.name == "model.bin":
             torch.save(lost.pop(), path.with_name("cache.pt"))
 
@@ -281,7 +281,7 @@ def second_file(script: ModuleType) -> None:
         return model, about
 
     before_writing(script, lambda model: lost.append(weights_of(model)))
-    script.write_whole = with_second  # type: ignore[attr-defined]
+    script.write_atomically = with_second  # type: ignore[attr-defined]
     script.load_artifact = from_both  # type: ignore[attr-defined]
 
 
