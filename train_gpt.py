@@ -187,9 +187,8 @@ class ModelSettings:
     ve_enabled: bool = setting(False, "add an embedding of each token to the values of attention")
     ve_dim: int = setting(128, "width of the value embedding, projected to all value heads", 2)
     ve_layers: str = setting("9,10", "layers with a value embedding", pattern="[0-9]{1,3}(,[0-9]{1,3})*")
-    # Embedding, initialization and output.
-    tie_embeddings: bool = setting(True, "use the input embedding as output head; 0: a separate matrix")
-    tied_embed_init_std = 0.005  # of the tied embedding; an untied one has 1
+    # Embedding, which is also the output head; initialization and output.
+    tied_embed_init_std = 0.005  # standard deviation of the initial embedding
     matrix_init: str = setting("orthogonal", "initialization of block matrices", among="orthogonal uniform")
     # At most 60: exp(60) summed over a vocabulary stays below exp(88.7), the largest number in fp32.
     logit_softcap: float = setting(30.0, "cap logits smoothly by c·tanh(x/c); 0: no cap", 0, 60)
@@ -277,10 +276,7 @@ class TrainingSettings(ModelSettings):
     # Learning rates of the parameter groups.
     matrix_lr: float = setting(0.028, "learning rate of block matrices (Muon)")
     scalar_lr: float = setting(0.02, "learning rate of small tensors (AdamW)")
-    tied_embed_lr: float = setting(0.03, "learning rate of embeddings if TIE_EMBEDDINGS=1 (AdamW)")
-    embed_lr: float = setting(0.6, "learning rate of embeddings if TIE_EMBEDDINGS=0 (AdamW)")
-    head_lr: float = setting(
-        0.008, "learning rate of the output head if TIE_EMBEDDINGS=0 (AdamW without weight decay)")
+    tied_embed_lr: float = setting(0.03, "learning rate of embeddings (AdamW)")
     # Muon, for block matrices.
     muon_momentum: float = setting(0.97, "momentum of Muon after its warm-up", 0, 0.9999)
     muon_momentum_warmup_start: float = setting(0.92, "momentum of Muon at the first step", 0, 0.9999)
@@ -605,7 +601,7 @@ class Parameter(NamedTuple):
     std: float = 0.0
     random_matrices: int = 0
     # muon: MATRIX_LR and MUON_WD. scalar: SCALAR_LR and ADAM_WD. embedding: TIED_EMBED_LR and EMBED_WD, for a
-    # table with a row per token. head: HEAD_LR, for the output head that only TIE_EMBEDDINGS=0 has.
+    # table that is looked up by token.
     optimizer: str = "scalar"
     # attn or mlp: MATRIX_BITS and the *_CLIP_SIGMAS of that name. embed: EMBED_BITS and EMBED_CLIP_SIGMAS.
     # Empty: a small tensor, always 8 bits.
@@ -911,14 +907,14 @@ class GPT(nn.Module):
         self.machine = Machine()
         self.compute_dtype = torch.float32
         self.ops = Ops()
-        # Layers read their parameters row by row; embedding tables and the output head are used whole.
+        # Layers read their parameters row by row; embedding tables are used whole.
         self.row_names = []
         for name, parameter in parameter_table(settings).items():
             weights = torch.empty(parameter.shape)
             if seed is not None:
                 weights = initial_weights(name, parameter, settings, seed)
             self.register_parameter(name, nn.Parameter(weights))
-            if parameter.optimizer not in ("embedding", "head"):
+            if parameter.optimizer != "embedding":
                 self.row_names.append(name)
 
     def forward(
@@ -993,9 +989,8 @@ class GPT(nn.Module):
         return torch.addcmul(lane, skip_weight, skip), x
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Logits (N, V) of the next token, before the softcap."""
-        head = "token_embedding_VD" if self.settings.tie_embeddings else "output_head_VD"
-        return F.linear(hidden_ND, self.get_parameter(head).to(hidden_ND.dtype))
+        """Logits (N, V) of the next token, before the softcap. The input embedding is the output head."""
+        return F.linear(hidden_ND, self.get_parameter("token_embedding_VD").to(hidden_ND.dtype))
 
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor, added_NV: Tensor | None = None) -> Tensor:
         """Loss (N,) in nats of each target, at least in fp32: cross-entropy of softcap·tanh(logits/softcap).
@@ -1236,18 +1231,12 @@ def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
 
 # --- ancestors only, none of it in the default ---
 #
-# Hashed bigrams, value embeddings and channel smear: configs/pr549.env and pr785.env. An untied output head:
-# TIE_EMBEDDINGS=0, an option of upstream that no config sets.
+# Hashed bigrams, value embeddings and channel smear: configs/pr549.env and pr785.env.
 
 
 def ancestor_tables(c: ModelSettings) -> dict[str, Parameter]:
     """Tables with a row per token, or per hash of a pair of tokens."""
     table = {}
-    if not c.tie_embeddings:
-        # An untied embedding is initialized as in nn.Embedding, and is not the input of any matmul.
-        size = (c.vocab_size, c.model_dim)
-        table["token_embedding_VD"] = Parameter(size, std=1.0, optimizer="embedding", quantize_as="embed")
-        table["output_head_VD"] = Parameter(size, optimizer="head", quantize_as="embed", inputs=("hidden",))
     if c.bigram_vocab_size:
         table["bigram_table_RC"] = Parameter(
             (c.bigram_vocab_size, c.bigram_dim), optimizer="embedding", quantize_as="embed")  # fmt: skip
@@ -2041,13 +2030,10 @@ class Optimizer:
             "momenta": [torch.zeros_like(self._part(bank)) for bank in self.banks],
         }
 
-        self.small = group("embedding") + group("scalar") + group("head")
-        # An embedding that is not also the head needs a much larger learning rate.
-        embed_lr = c.tied_embed_lr if c.tie_embeddings else c.embed_lr
+        self.small = group("embedding") + group("scalar")
         self.adam = torch.optim.AdamW([
-            {"params": group("embedding"), "base_lr": embed_lr, "weight_decay": c.embed_wd},
+            {"params": group("embedding"), "base_lr": c.tied_embed_lr, "weight_decay": c.embed_wd},
             {"params": group("scalar"), "base_lr": c.scalar_lr, "weight_decay": c.adam_wd},
-            {"params": group("head"), "base_lr": c.head_lr, "weight_decay": 0.0},
         ], betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)  # fmt: skip
 
     @torch.no_grad()
@@ -2067,7 +2053,7 @@ class Optimizer:
         # Phase 2: clip the global norm.
         norm = self._clip(slices, small)
         lap("grad_clip")
-        # Phase 3: AdamW on the embedding, the head and the small tensors.
+        # Phase 3: AdamW on the embedding and the small tensors.
         for group in self.adam.param_groups:
             group["lr"] = lr_scale * group["base_lr"]
         self.adam.step()
@@ -2358,6 +2344,9 @@ ANCESTOR_SWITCHES: dict[str, tuple[str, str]] = {
     "MUON_WEIGHT_DECAY": ("", "use MUON_WD"),
     "ADAM_WEIGHT_DECAY": ("", "use ADAM_WD"),
     "DATA_DIR": ("", "use DATA_PATH and TOKENIZER_PATH"),
+    "TIE_EMBEDDINGS": ("1", "the input embedding is also the output head"),
+    "EMBED_LR": ("*", "no effect: it is for an embedding that is not the output head; see TIED_EMBED_LR"),
+    "HEAD_LR": ("*", "no effect: it is for an output head that is not the embedding; see TIED_EMBED_LR"),
     "TTT_FREEZE_BLOCKS": ("0", "all blocks take part in test-time training"),
     "ROPE_BASE": ("10000", "a constant in ModelSettings"),
     "ADAM_EPS": ("1e-8", "a constant in TrainingSettings"),

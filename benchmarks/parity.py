@@ -1,7 +1,7 @@
 """This script's training step against a public one's: the same weights, the same batches, loss after loss.
 
     python benchmarks/parity.py pr549 ~/parameter-golf/records/.../train_gpt.py
-        --data data/datasets/fineweb_sample_sp1024 [--steps 5] [TIE_EMBEDDINGS=0 ...]
+        --data data/datasets/fineweb_sample_sp1024 [--steps 5] [NUM_LAYERS=6 ...]
 
 PATH is your own copy of the script; `benchmarks/upstream.py` runs it on the CPU. Both get the same variables,
 by the names that the public script has, and ours the configuration of that system beneath them; our first
@@ -44,10 +44,8 @@ Weights = Mapping[str, Tensor]
 
 
 def common_names(ours: Weights) -> dict[str, Tensor]:
-    """What all scripts name alike: embedding, head, skips, and the vectors of each block."""
+    """What all scripts name alike: embedding, skips, and the vectors of each block."""
     theirs = {"tok_emb.weight": ours["token_embedding_VD"], "skip_weights": ours["skip_weight_SD"]}
-    if "output_head_VD" in ours:
-        theirs["lm_head.weight"] = ours["output_head_VD"]
     if "skip_gate_SD" in ours:
         theirs["skip_gates"] = ours["skip_gate_SD"]
     for layer in range(len(ours["attn_scale_LD"])):

@@ -60,7 +60,7 @@ CASES = {
     "pr1493": Case("pr1493.env", {**LOOPED, "ROPE_DIMS": 8}),
     "pr549": Case("pr549.env", {"VE_LAYERS": "2,3", "BIGRAM_VOCAB_SIZE": 256, "BIGRAM_DIM": 16, "VE_DIM": 16,
                                 "ROPE_DIMS": 8}),
-    "pr591": Case("pr591.env", {"VE_LAYERS": "2,3", "VE_DIM": 16, "TIE_EMBEDDINGS": 0}),
+    "pr591": Case("pr591.env", {"VE_LAYERS": "2,3", "VE_DIM": 16}),
     "upstream": Case("upstream_baseline.env", {}),
     "kernels": Case("", {**LOOPED, "FUSED_MLP": 1, "FUSED_HEADS": 1, "ITERATIONS": 2, "VAL_LOSS_EVERY": 0,
                          "GPTQ": 0, "EVAL_STRIDE": 0, "TTT_ENABLED": 0, "TRAIN_BATCH_TOKENS": 256,

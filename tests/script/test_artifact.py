@@ -216,9 +216,9 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_tables_of_the_vocabulary_are_stored_like_every_other_parameter() -> None:
-    """BigramHash, value embedding, smear by channel, and a head of its own."""
+    """BigramHash, value embedding and smear by channel."""
     config = Config.from_env(plain_settings(
-        2, 32, 64, ARTIFACT_BYTES_MAX=60_000, TRELLIS=0, TIE_EMBEDDINGS=0, CHANNEL_SMEAR_ENABLED=1,
+        2, 32, 64, ARTIFACT_BYTES_MAX=60_000, TRELLIS=0, CHANNEL_SMEAR_ENABLED=1,
         BIGRAM_VOCAB_SIZE=48, BIGRAM_DIM=8, VE_ENABLED=1, VE_DIM=8, VE_LAYERS="0,1",
     ))  # fmt: skip
     model = trained_like(config)
@@ -229,7 +229,7 @@ def test_tables_of_the_vocabulary_are_stored_like_every_other_parameter() -> Non
     read, _ = train_gpt.load_artifact(Path("model.bin"), data)
     assert read.settings == train_gpt.ModelSettings.from_values(config.as_env())
     _, banks = train_gpt.read_artifact(data)
-    assert {"token_embedding_VD", "bigram_table_RC", "value_table_VC", "output_head_VD"} <= banks.keys()
+    assert {"token_embedding_VD", "bigram_table_RC", "value_table_VC"} <= banks.keys()
     for name, weights in model.named_parameters():
         error = (read.get_parameter(name) - weights).norm() / weights.norm()
         assert error < 0.05, name
@@ -240,12 +240,7 @@ def test_tables_of_the_vocabulary_are_stored_like_every_other_parameter() -> Non
         rtol=0, atol=2e-3)  # fmt: skip
 
 
-def test_a_head_of_its_own_and_weights_that_are_no_numbers(tiny: Config) -> None:
-    """The head has the Hessian of the hidden states, an embedding that multiplies nothing has none."""
-    tied = train_gpt.parameter_table(Config())
-    untied = train_gpt.parameter_table(Config(tie_embeddings=False))
-    assert tied["token_embedding_VD"].inputs == untied["output_head_VD"].inputs == ("hidden",)
-    assert untied["token_embedding_VD"].inputs == ()
+def test_weights_that_are_not_finite_are_refused(tiny: Config) -> None:
     model = trained_like(tiny)
     with torch.no_grad():
         model.mlp_up_bank[0, 3, 1] = math.inf

@@ -218,7 +218,7 @@ def assert_kernels_in(graph: Any, attention: str, visits: int) -> None:
 
 PR549 = {
     "BIGRAM_VOCAB_SIZE": 24, "BIGRAM_DIM": 6, "VE_ENABLED": 1, "VE_DIM": 6, "VE_LAYERS": "0",
-    "CHANNEL_SMEAR_ENABLED": 1, "TIE_EMBEDDINGS": 0,
+    "CHANNEL_SMEAR_ENABLED": 1,
 }  # fmt: skip
 
 

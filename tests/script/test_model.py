@@ -52,9 +52,8 @@ FEATURES = {
     "smear by channel": {"CHANNEL_SMEAR_ENABLED": 1},
     "smear by channel across documents": {"CHANNEL_SMEAR_ENABLED": 1, "DOC_MASK": 0},
     "smear by channel alone": {"CHANNEL_SMEAR_ENABLED": 1, "SMEAR_GATE_ENABLED": 0},
-    "untied head": {"TIE_EMBEDDINGS": 0},
     "all of PR #549": PR549,
-    "all of PR #549, untied, across documents": {**PR549, "TIE_EMBEDDINGS": 0, "DOC_MASK": 0},
+    "all of PR #549, across documents": {**PR549, "DOC_MASK": 0},
     "one layer": {"NUM_LAYERS": 1, "XSA_LAST_N": 1, "NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1},
 }
 
@@ -103,7 +102,7 @@ class Reference:
         return torch.stack([self.row_nats(row.tolist(), target.tolist()) for row, target in rows])
 
     def row_nats(self, row: list[int], targets: list[int]) -> Tensor:
-        head = self.w["token_embedding_VD" if self.c.tie_embeddings else "output_head_VD"]
+        head = self.w["token_embedding_VD"]
         out = []
         for h, target in zip(self.hidden(row), targets, strict=True):
             scores = head @ h
@@ -341,8 +340,6 @@ def test_a_feature_at_rest_changes_no_bit(off: dict[str, Any], on: dict[str, Any
 @pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
 def test_switching_a_feature_leaves_the_other_weights(changes: dict[str, Any]) -> None:
     default, changed = build_model(tiny()).state_dict(), build_model(tiny(**changes)).state_dict()
-    if "TIE_EMBEDDINGS" in changes:
-        del default["token_embedding_VD"]  # it begins otherwise where it is no head
     for name in default.keys() & changed.keys():
         if default[name].shape == changed[name].shape:
             assert torch.equal(default[name], changed[name]), name
@@ -360,15 +357,13 @@ def test_switching_a_feature_leaves_the_other_weights(changes: dict[str, Any]) -
      {"value_table_VC", "value_projection_1KC", "value_scale_1", "value_layer_scale_N"}),
     ({"VE_DIM": 16}, {"value_projection_1KC"}),
     ({"CHANNEL_SMEAR_ENABLED": 0}, {"channel_smear_1D"}),
-    ({"TIE_EMBEDDINGS": 1}, {"output_head_VD"}),
     ({"PARALLEL_START_LAYER": 6}, {"lane_mix_P23"}),
     ({"XSA_LAST_N": 0}, set()),
     ({"DOC_MASK": 0}, set()),
 ])  # fmt: skip
 def test_what_is_off_owns_no_parameter(changes: dict[str, Any], owned: set[str]) -> None:
-    everything = {**PR549, "TIE_EMBEDDINGS": 0}
-    less = parameter_table(tiny(**{**everything, **changes}))
-    assert parameter_table(tiny(**everything)).keys() - less.keys() == owned
+    less = parameter_table(tiny(**{**PR549, **changes}))
+    assert parameter_table(tiny(**PR549)).keys() - less.keys() == owned
 
 
 def test_initial_weights() -> None:
@@ -392,9 +387,6 @@ def test_initial_weights() -> None:
     scales = {"bigram_scale_1": [0.05], "value_scale_1": [0.1], "value_layer_scale_N": [1.0, 1.0]}
     for name, values in scales.items():
         assert torch.equal(model.get_parameter(name), torch.tensor(values))
-    model = build_model(tiny(TIE_EMBEDDINGS=0, VOCAB_SIZE=4096))
-    assert model.output_head_VD.abs().max() == 0
-    assert abs(model.token_embedding_VD.std().item() - 1) < 0.01
 
 
 @pytest.mark.parametrize("trained", [0, 7])

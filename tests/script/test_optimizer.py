@@ -78,7 +78,7 @@ def one_rank(machine: Machine, folder: str, changes: dict[str, Any]) -> None:
 def test_four_ranks_take_the_same_steps_as_one(tmp_path: Path) -> None:
     """Every bank is filled up to a number of matrices that the ranks divide."""
     size = 4
-    changes = {"GRAD_CLIP_NORM": 0.05, **PR549, "TIE_EMBEDDINGS": 0}
+    changes = {"GRAD_CLIP_NORM": 0.05, **PR549}
     config = three_layers(**changes)
     model = build_model(config)
     expected = train(model, alone(model, config), range(10))
@@ -141,14 +141,13 @@ def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
             torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, PR549, {**PR549, "TIE_EMBEDDINGS": 0}])
+@pytest.mark.parametrize("changes", [{}, PR549])
 def test_small_tensors_follow_adamw(changes: dict[str, Any]) -> None:
     config = three_layers(**{"GRAD_CLIP_NORM": 0, "EMBED_WD": 0.3, "ADAM_WD": 0.2, **changes})
     model = build_model(config)
-    embed_lr = config.tied_embed_lr if config.tie_embeddings else config.embed_lr
-    rates = {"output_head_VD": (config.head_lr, 0.0)}
+    rates = {}
     for table in ("token_embedding_VD", "bigram_table_RC", "value_table_VC"):
-        rates[table] = (embed_lr, config.embed_wd)
+        rates[table] = (config.tied_embed_lr, config.embed_wd)
     twins = {}
     steps = []
     for name, parameter in model.named_parameters():
