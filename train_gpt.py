@@ -631,7 +631,6 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
         "token_embedding_VD": Parameter(
             (c.vocab_size, width), std=c.tied_embed_init_std,
             optimizer="embedding", quantize_as="embed", inputs=("hidden",)),
-        **ancestor_tables(c),  # none in the default
         "qo_bank": Parameter(
             (2 * layers, width, width), random_matrices=layers,
             optimizer="muon", quantize_as="attn", inputs=("attn_in", "attn_out")),
@@ -659,7 +658,7 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     if c.smear_gate_enabled:
         table["smear_gate_1W"] = Parameter((1, c.gate_window))
         table["smear_scale_1"] = Parameter((1,))
-    table.update(ancestor_vectors(c))  # none in the default
+    table.update(ancestor_parameters(c))  # none in the default
     if lane_layers:
         # For each of the two lanes: the weights of the lane itself, of attention's output and of the MLP's.
         table["lane_mix_P23"] = Parameter((lane_layers, 2, 3), [1.1, 1.0, 1.0])
@@ -1234,28 +1233,23 @@ def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
 # Hashed bigrams, value embeddings and channel smear: configs/pr549.env and pr785.env.
 
 
-def ancestor_tables(c: ModelSettings) -> dict[str, Parameter]:
-    """Tables with a row per token, or per hash of a pair of tokens."""
-    table = {}
-    if c.bigram_vocab_size:
-        table["bigram_table_RC"] = Parameter(
-            (c.bigram_vocab_size, c.bigram_dim), optimizer="embedding", quantize_as="embed")  # fmt: skip
-    if c.ve_enabled:
-        table["value_table_VC"] = Parameter(
-            (c.vocab_size, c.ve_dim), std=0.01, optimizer="embedding", quantize_as="embed")  # fmt: skip
-    return table
+def ancestor_parameters(c: ModelSettings) -> dict[str, Parameter]:
+    """Tables with a row per token or per hash of two tokens, each with a scale.
 
-
-def ancestor_vectors(c: ModelSettings) -> dict[str, Parameter]:
-    """Scales, and the matrices that project rows of these tables to the width of embeddings or values."""
+    A matrix projects rows that are not as wide as the embeddings or values that they are added to.
+    """
     table = {}
     if c.channel_smear_enabled:
         table["channel_smear_1D"] = Parameter((1, c.model_dim))
     if c.bigram_vocab_size:
+        table["bigram_table_RC"] = Parameter(
+            (c.bigram_vocab_size, c.bigram_dim), optimizer="embedding", quantize_as="embed")  # fmt: skip
         if c.bigram_dim != c.model_dim:
             table["bigram_projection_1DC"] = Parameter((1, c.model_dim, c.bigram_dim), random_matrices=1)
         table["bigram_scale_1"] = Parameter((1,), 0.05)
     if c.ve_enabled:
+        table["value_table_VC"] = Parameter(
+            (c.vocab_size, c.ve_dim), std=0.01, optimizer="embedding", quantize_as="embed")  # fmt: skip
         if c.ve_dim != c.kv_dim:
             table["value_projection_1KC"] = Parameter((1, c.kv_dim, c.ve_dim), random_matrices=1)
         table["value_scale_1"] = Parameter((1,), 0.1)
