@@ -39,5 +39,5 @@ def test_equal_scripts_are_equal_and_other_weights_are_seen(
     assert not same_bits.compare("short", script, other)
     equal, different, *_ = capsys.readouterr().out.splitlines()
     assert equal.startswith("short: equal (2 steps, ")
-    parts = "train losses, gradient norms, validation losses, coded weights, final scores"
+    parts = "train losses, gradient norms, validation losses, decoded weights, final scores"
     assert different.startswith(f"short: DIFFERENT {parts} (")
