@@ -4397,7 +4397,7 @@ class QuantizedWeights(NamedTuple):
 
     codes: Array  # (R, N * C): int8, in steps; with a trellis int16, in half steps
     exponents: Array  # (R, N) int8: log2 of each row's step, times 8
-    column_exponents: Array | None = None  # (N, C) int8: log2 of each column's factor, times 8; None: all 0
+    column_exponents: Array  # (N, C) int8: log2 of each column's factor, times 8
 
 
 def bank_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -4426,20 +4426,19 @@ class Quantizer:
     ) -> None:
         """name: for messages. hessians: from `collect_hessians`.
 
-        COLUMN_STEPS is the power in `_equalize_columns`; 0 gives all columns the same step. With TRELLIS=1
-        the codes of each column follow a trellis. Both apply to matrices only, those with `quantize_as`.
+        COLUMN_STEPS is the power in `_equalize_columns`; 0 gives all columns the same step, and so does a
+        missing Hessian. With TRELLIS=1 the codes of each column of a matrix follow a trellis.
         Raises ArtifactError if weights or Hessians are not finite.
         """
         self.trellis = config.trellis and parameter.quantize_as != ""
         self.nearest = nearest_on_trellis if self.trellis else nearest_code
         self.damping = config.gptq_damping  # grows if a Hessian needs more
         self.weights_NRC = weights.detach().view(bank_shape(parameter.shape))
-        self.column_steps = 0.0
+        self.column_steps = config.column_steps
         self.column_exponents_NC = torch.zeros_like(self.weights_NRC[:, 0], dtype=torch.int8)
         # The unit of a step: the standard deviation of a row, or in small tensors its largest |weight|.
         if parameter.quantize_as:
             self.spreads_NR = self.weights_NRC.std(dim=2)
-            self.column_steps = config.column_steps
         else:
             self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
         if not self.weights_NRC.isfinite().all():
@@ -4511,8 +4510,8 @@ class Quantizer:
             steps_NRC = self._compensate(scales_NR, levels)
         codes_NRC = (2 * steps_NRC).short() if self.trellis else steps_NRC.char()
         codes_RN = codes_NRC.transpose(0, 1).flatten(1)
-        of_columns = self.column_exponents_NC.cpu().numpy() if self.column_steps > 0 else None
-        return QuantizedWeights(codes_RN.cpu().numpy(), exponents_NR.T.cpu().numpy(), of_columns)
+        arrays = (codes_RN, exponents_NR.T, self.column_exponents_NC)
+        return QuantizedWeights(*(array.cpu().numpy() for array in arrays))
 
     def _compensate(self, row_scales_NR: Tensor, levels: float) -> Tensor:
         """GPTQ: the weights (N, R, C) in whole or half steps, rounded column by column."""
@@ -4545,8 +4544,7 @@ def dequantize(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tensor:
     if quantized.codes.dtype == np.int16:
         scales_RN1 /= 2
     weights_RNC = torch.from_numpy(quantized.codes).view(rows, matrices, columns) * scales_RN1
-    if quantized.column_exponents is not None:
-        weights_RNC *= scales_of(torch.from_numpy(quantized.column_exponents))
+    weights_RNC *= scales_of(torch.from_numpy(quantized.column_exponents))
     return weights_RNC.transpose(0, 1).reshape(shape)
 
 
@@ -4948,8 +4946,7 @@ def write_artifact(
     tokenizer against it. Raises ArtifactError if nothing fits, or if weights are not finite.
     """
     table = parameter_table(config)
-    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256,
-              "column_steps": config.column_steps > 0}  # fmt: skip
+    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256}
     packed_header = zlib.compress(json.dumps(header).encode(), 9)
     quantizers = {}
     damped = ""
@@ -4960,15 +4957,10 @@ def write_artifact(
             damped += f" warning: {name}: its Hessian was singular below GPTQ_DAMPING={quantizer.damping:g}"
 
     def make_file(multiplier: float) -> bytes:
-        # Codes and row exponents of each parameter in turn, then all column exponents.
-        arrays = []
-        column_exponents = []
+        arrays: list[Array] = []  # column exponents that are all zero take one byte
         for name, quantizer in quantizers.items():
-            bank = quantizer.quantize(*step_and_levels(table[name], config, multiplier))
-            arrays += [bank.codes, bank.exponents]
-            if bank.column_exponents is not None:
-                column_exponents.append(bank.column_exponents)
-        coded = encode(arrays + column_exponents)
+            arrays += quantizer.quantize(*step_and_levels(table[name], config, multiplier))
+        coded = encode(arrays)
         head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
         return head + packed_header + coded
 
@@ -5038,16 +5030,11 @@ def read_artifact(
         raise ValueError(f"{parameters} parameters are more than {len(coded)} bytes can hold")
     table = parameter_table(settings)
     shapes = []
-    column_shapes = {}  # of column exponents, by parameter
-    for name, parameter in table.items():
+    for parameter in table.values():
         matrices, rows, columns = bank_shape(parameter.shape)
-        shapes += [(rows, matrices * columns), (rows, matrices)]
-        if header["column_steps"] and parameter.quantize_as:
-            column_shapes[name] = (matrices, columns)
-    arrays = iter(decode(coded, [*shapes, *column_shapes.values()]))
-    banks = {name: QuantizedWeights(next(arrays), next(arrays)) for name in table}
-    for name in column_shapes:
-        banks[name] = banks[name]._replace(column_exponents=next(arrays))
+        shapes += [(rows, matrices * columns), (rows, matrices), (matrices, columns)]
+    arrays = iter(decode(coded, shapes))
+    banks = {name: QuantizedWeights(next(arrays), next(arrays), next(arrays)) for name in table}
     return header, banks
 
 

@@ -328,8 +328,9 @@ def test_a_valid_file_gets_memory_in_proportion_to_its_bytes(tiny_file: Path, tm
     arrays = []
     for parameter in train_gpt.parameter_table(config).values():
         matrices, rows, columns = train_gpt.bank_shape(parameter.shape)
-        arrays += [np.zeros((rows, matrices * columns), np.int16), np.zeros((rows, matrices), np.int16)]
-    header = {**header, "config": config.as_env(ModelSettings), "column_steps": False}
+        for shape in ((rows, matrices * columns), (rows, matrices), (matrices, columns)):
+            arrays.append(np.zeros(shape, np.int16))
+    header = {**header, "config": config.as_env(ModelSettings)}
     packed = zlib.compress(json.dumps(header).encode(), 9)
     coded = train_gpt.encode(arrays)
     weights = train_gpt.count_parameters(config)

@@ -108,14 +108,16 @@ def test_what_is_restored_is_codes_times_scales_of_the_clip() -> None:
         matrices, rows, columns = train_gpt.bank_shape(shape)
         codes = torch.randint(-127, 128, (rows, matrices * columns), generator=random_bits).char()
         exponents = torch.randint(-40, 8, (rows, matrices), generator=random_bits).char()
-        quantized = train_gpt.QuantizedWeights(codes.numpy(), exponents.numpy())
+        in_columns = torch.randint(-24, 24, (matrices, columns), generator=random_bits).char()
+        quantized = train_gpt.QuantizedWeights(codes.numpy(), exponents.numpy(), in_columns.numpy())
         restored = train_gpt.dequantize(quantized, shape)
         assert restored.shape == shape and restored.dtype == torch.float32
         restored_NRC = restored.view(matrices, rows, columns)
         for matrix in range(matrices):
             mine = codes[:, matrix * columns : (matrix + 1) * columns].float()
             scales = torch.exp2(exponents[:, matrix] / 8).half().float()
-            assert torch.equal(restored_NRC[matrix], mine * scales[:, None])
+            factors = torch.exp2(in_columns[matrix] / 8).half().float()
+            assert torch.equal(restored_NRC[matrix], mine * scales[:, None] * factors)
 
 
 def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[float, float]:
