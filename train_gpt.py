@@ -746,7 +746,7 @@ class Heads(NamedTuple):
     q_BTHE: Tensor
     k_BTKE: Tensor
     v_BTKE: Tensor
-    own_BTKE: Tensor  # the values again, for XSA: a kernel gets the gradients of the two uses separately
+    own_BTKE: Tensor  # the values, never repeated: XSA reads them
 
 
 def heads_plain(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
@@ -1504,10 +1504,11 @@ def mlp_matmul(
     """
     device = a_MK.device
     results = mlp_matmul_shapes(matmul, a_MK, weight, factors_M, given)
+    out = results[0]
     a, weight, *given = [tensor.contiguous() for tensor in (a_MK, weight, *given)]
-    for operand in (a, weight, *given, results[0]):
+    for operand in (a, weight, *given, out):
         if operand.data_ptr() % 16 or operand.shape[-1] * operand.itemsize % 16:
-            columns = f"{a.shape[1]} and {results[0].shape[1]} columns"
+            columns = f"{a.shape[1]} and {out.shape[1]} columns"
             raise ValueError(f"TMA expects aligned rows of a multiple of 16 bytes; got {columns}")
 
     # Triton stores the allocator of scratch memory for descriptors per thread, and the backward pass has a
@@ -1518,10 +1519,13 @@ def mlp_matmul(
     if a.is_cuda:
         programs = torch.cuda.get_device_properties(device).multi_processor_count
         shared_bytes = shared_memory_bytes(device.index)
-    # The kernel's arguments `given`, `out` and `more`. "up" has no `given`; its descriptor gets `out`.
-    out, *along = results
+    # "up" has no `given`; its descriptor gets `out`.
     first_given = given[0] if given else out
-    more = (*along, *given[1:], None)[0]
+    more = None
+    if matmul == "d_up":
+        more = results[1]  # along, which the kernel writes
+    elif matmul == "d_x":
+        more = given[1]  # d_y, which it reads
     mlp_kernel[(programs,)](
         a, weight, factors_M, first_given, out, more, *out.shape, a.shape[1], scale, slope, MATMUL=matmul,
         UNIT=int(torch.finfo(a.dtype).eps * 2**23), **mlp_tile(matmul, shared_bytes))  # fmt: skip
@@ -2617,8 +2621,9 @@ class Run:
         signals on. But Ctrl-C or Ctrl-\\ pressed again ends the process at once, unless it comes within
         ONE_REQUEST_SECONDS, because a terminal signals both torchrun and its ranks.
         """
-        again = number in (signal.SIGINT, getattr(signal, "SIGQUIT", None))
-        if self.stop_signal and (not again or time.perf_counter() - self.asked_at < ONE_REQUEST_SECONDS):
+        from_keyboard = number in (signal.SIGINT, getattr(signal, "SIGQUIT", None))
+        too_soon = time.perf_counter() - self.asked_at < ONE_REQUEST_SECONDS
+        if self.stop_signal and (too_soon or not from_keyboard):
             return
         if not self.training or self.stop_signal:
             print_line(f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}; "
@@ -4194,6 +4199,7 @@ def score_chunks(model: GPT, tokens: Any, config: Config, clock: ScoreClock) -> 
             falling = 0.5 + 0.5 * math.cos(math.pi * number / last)
             sgd.param_groups[0]["lr"] = config.ttt_lr * falling
             learn(learner, sgd, ledger.scored_tokens(begin, end + 1), config)
+            # `learn` takes no step on less than a full sequence.
             has_steps = end - begin >= config.eval_length and config.ttt_epochs > 0 and config.ttt_lr > 0
             clock.learned[str(begin)] = end - begin if has_steps else 0
             machine.wait()
@@ -5565,7 +5571,7 @@ def main() -> int:
                               "environment variables: SEED=42 python train_gpt.py")  # fmt: skip
         environ = with_config_of_run(os.environ)
         config = Config.from_env(environ)
-        answers = notes_on_environment(environ, config.foreign_names)
+        notes = notes_on_environment(environ, config.foreign_names)
         run = Run(this_machine(config, environ))
         for name in ENDING_SIGNALS:
             number: Any = getattr(signal, name, None)  # Windows has only the first two
@@ -5575,7 +5581,7 @@ def main() -> int:
             if name in ("SIGTERM", "SIGINT") or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, run.on_signal)
         end_with_launcher(os.environ)
-        whole_run(config, run, answers)
+        whole_run(config, run, notes)
         return 0
     except (ConfigError, DataError, ArtifactError, FloatingPointError, OSError) as error:
         message = f"error: {error}"
@@ -5644,10 +5650,10 @@ def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {**merge_layers(values, environ), "CONFIG": "none"}
 
 
-def whole_run(config: Config, run: Run, answers: list[str]) -> None:
+def whole_run(config: Config, run: Run, notes: list[str]) -> None:
     """Train and ship, unless EVAL_ONLY; then reload the artifact and evaluate exactly what it contains.
 
-    answers: lines about settings, for the log.
+    notes: lines about settings, for the log.
     """
     machine = run.machine
     tokenizer_sha256 = ""
@@ -5659,12 +5665,12 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
         for name, value in config.overrides().items():
             its = artifact.config.get(name, value)
             if its != value:
-                answers.append(f"warning: {name}={value} is ignored: the artifact has {name}={its}")
+                notes.append(f"warning: {name}={value} is ignored: the artifact has {name}={its}")
         config = Config.from_values({**config.as_env(), **artifact.config})
 
     with run.phase("preflight"):
         inputs = preflight(config, run, tokenizer_sha256)
-        open_run(config, run, inputs, answers)
+        open_run(config, run, inputs, notes)
     trained = Trained()
     if not config.eval_only:
         trained = train_and_ship(config, run, inputs)
@@ -5942,10 +5948,10 @@ def choose_directory(config: Config, machine: Machine) -> Path:
     return directory
 
 
-def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> None:
+def open_run(config: Config, run: Run, inputs: Inputs, notes: list[str]) -> None:
     """Create the run directory, or reopen that of RESUME, and start its log in upstream's format.
 
-    All ranks call it together. answers: lines about settings, for the log.
+    All ranks call it together. notes: lines about settings, for the log.
     """
     machine = run.machine
     if machine.rank == 0 and not config.resume:
@@ -5965,14 +5971,14 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> No
         print_line(f"rank {machine.rank} on {platform.node()}: only traces are written here; rank 0 writes "
                    f"the run to {run.directory} on {nodes[0][0]}")  # fmt: skip
     if len(set(nodes)) > 1:
-        answers = [f"nodes:{len(set(nodes))} written by rank 0 on {nodes[0][0]}: "
-                   f"{inputs.directory.absolute()}", *answers]
+        notes = [f"nodes:{len(set(nodes))} written by rank 0 on {nodes[0][0]}: "
+                 f"{inputs.directory.absolute()}", *notes]
     for line in (
         f"run:{run.directory}",
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
         f"dtype:{machine.dtype} compile:{int(machine.compiled)} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in config.overrides().items())}",
-        *answers,
+        *notes,
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
