@@ -24,17 +24,25 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
 from benchmarks.conditions import conditions, described  # noqa: E402
-from benchmarks.turns import endless  # noqa: E402
 from data.files import escape_unprintable  # noqa: E402
 
 PROGRESS = 0.5  # of the steps: after the loop has been switched on
 UNWRITTEN = Path(tempfile.gettempdir()) / "turns"  # the same on all ranks
 
 
+def endless(arguments: argparse.Namespace, **more: str) -> dict[str, str]:
+    """The settings of a run that nothing ends but the last turn."""
+    given = dict(item.split("=", 1) for item in arguments.set)
+    return {
+        "CONFIG": str(arguments.config), "RUNS_DIR": str(UNWRITTEN), "MAX_WALLCLOCK_SECONDS": "0",
+        "VAL_LOSS_EVERY": "0", "ITERATIONS": "1000000", "WARMDOWN_ITERS": "0", **given, **more,
+    }  # fmt: skip
+
+
 def prepared(arguments: argparse.Namespace, prefetch: int, machine: Any) -> Any:
     """A training that is ready for its first step, and writes nothing."""
     more = {"TRAIN_PREFETCH": str(prefetch), "RUN_ID": f"prefetch{prefetch}", "WARMUP_STEPS": "0"}
-    config = train_gpt.Config.from_env(endless(arguments.config, UNWRITTEN, arguments.set, **more))
+    config = train_gpt.Config.from_env(endless(arguments, **more))
     run = train_gpt.Run(machine or train_gpt.this_machine(config, os.environ))
     run.log = lambda *line, **event: None  # type: ignore[method-assign]
     inputs = train_gpt.preflight(config, run, "")

@@ -1,9 +1,8 @@
-"""The measuring programs: steps in turns, a public script beside ours, costs of scoring, quantizers."""
+"""The measuring programs: a public script beside ours, costs of scoring, quantizers."""
 
 import contextlib
 import copy
 import itertools
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,40 +15,10 @@ import torch
 
 import train_gpt
 from benchmarks import beside, cpu_clock, divergence, ttt
-from benchmarks.turns import Turns, TurnsError
 from benchmarks.upstream import TrainingClock
 from tests.support.models import tiny_config, trained_like
 from tests.support.tiny import environment
 from tests.tools.test_upstream import KEEPS_AN_AVERAGE
-
-SCRIPT_OF_SEVEN_STEPS = """
-import os
-import numpy as np
-
-def train_step(training, progress):
-    print("a line of the log")
-    training.append(progress)
-    return np.array([len(training), 0.0])
-
-def main():
-    training = []
-    for _ in range(7):
-        train_step(training, 0.5)
-    return "a message of " + os.environ["WHO"]
-"""
-
-
-def test_a_script_takes_the_steps_of_its_turn_and_no_others(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT_OF_SEVEN_STEPS, encoding="utf-8")
-    with Turns(script, {"WHO": "mine"}) as mine, Turns(script, {"WHO": "theirs"}) as theirs:
-        assert mine.steps(3).losses == [1.0, 2.0, 3.0]
-        assert theirs.steps(1).losses == [1.0]
-        turn = mine.steps(4)
-        assert turn.losses == [4.0, 5.0, 6.0, 7.0]
-        assert len(turn.ms) == len(turn.cpu_ms) == 4 and min(turn.ms) > 0
-        with pytest.raises(TurnsError, match=r"(?s)ended instead of taking 1 steps:.*a message of mine"):
-            mine.steps(1)
 
 
 def test_the_clock_counts_what_the_process_computes(tmp_path: Path) -> None:
@@ -114,34 +83,19 @@ def test_lengths_of_documents_are_those_of_public_logs() -> None:
     assert steps.sum() == pytest.approx(2_196_862, rel=5e-3)
 
 
-def tuned(seed: int, score: float) -> dict[str, Any]:
-    return {
-        "seed": seed, "parameters": 1000, "steps": 200, "seconds": 1.0, "float_bpb": score - 0.01,
-        "bytes": 900, "val_bpb": score,
-    }  # fmt: skip
+def test_scores_are_compared_with_theirs_and_with_ours_as_theirs() -> None:
+    def scored(*by_seed: float) -> dict[str, dict[str, Any]]:
+        sizes = {"parameters": 1000, "steps": 200, "ms": 5.0, "bytes": 900, beside.BEFORE: 1.0}
+        return {str(seed): {**sizes, beside.AFTER: score} for seed, score in enumerate(by_seed)}
 
-
-def beside_measured(rows: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "data": "text", "geometry": {"TRAIN_BATCH_TOKENS": "300"}, "public": "theirs.py", "sha256": "0",
-        "config": "small.env", "set": [], "seconds": 180, "clock": "cpu", "val_targets": 1000, "rows": rows,
-        "code_bytes": {"theirs": 50, "ours": 60}, **more,
-    }  # fmt: skip
-
-
-def test_the_gain_is_told_in_two_parts_where_ours_was_trained_as_theirs() -> None:
-    rows = {
-        "theirs": [tuned(1, 2.4), tuned(2, 2.5)], "ours as theirs": [tuned(1, 2.3), tuned(2, 2.35)],
-        "ours": [tuned(1, 2.2), tuned(2, 2.25)],
-    }  # fmt: skip
-    lines = beside.tables(beside_measured(rows))
-    (of_side,) = [line for line in lines if line.startswith("| ours as theirs |")]
-    assert "| 900 | 60 | 2.3250 |" in of_side and "| -0.1250 | 0.0250 |" in of_side
-    assert [line for line in lines[-6:] if line] == [
-        "Ours as theirs minus theirs, seed by seed: 1: -0.1000, 2: -0.1500.",
-        "Ours minus ours as theirs, seed by seed: 1: -0.1000, 2: -0.1000.",
-        "Ours minus theirs, seed by seed: 1: -0.2000, 2: -0.2500.",
-    ]
+    found = {"theirs": scored(2.4, 2.5), "as-theirs": scored(2.3, 2.35), "ours": scored(2.2, 2.25)}
+    *_, against_theirs, against_as_theirs = beside.tables(found).split("\n\n")
+    assert [line.split()[:4] for line in against_theirs.splitlines()[1:]] == [
+        ["theirs", "2", "2.45000", "–"], ["as-theirs", "2", "2.32500", "-0.12500"],
+        ["ours", "2", "2.22500", "-0.22500"],
+    ]  # fmt: skip
+    *_, ours = against_as_theirs.splitlines()
+    assert ours.split()[:4] == ["ours", "2", "2.22500", "-0.10000"]
 
 
 RACED = KEEPS_AN_AVERAGE.replace('"VOCABULARY"', '"VOCAB_SIZE"').replace(
@@ -169,20 +123,28 @@ Race = Callable[..., dict[str, dict[str, Any]]]
 def race(tmp_path: Path, small: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> Race:
     """Runs the command on a script; what each side measured. Every look at theirs' clock is a second.
 
-    Runs of ours are not started: what is told of them is made of their settings.
+    Runs of ours are not started: their figures follow from their settings.
     """
     folders = (tmp_path / f"runs{number}" for number in itertools.count())
+    found: dict[str, dict[str, Any]] = {}
 
-    def ours(script: Path, settings: dict[str, str], directory: Path) -> dict[str, Any]:
-        made = train_gpt.Config.from_env(settings)
-        size = {"parameters": train_gpt.count_parameters(made), "steps": 5, "bytes": 900}
-        return {"seed": made.seed, **size, "shuffle": made.shuffle, "float_bpb": 2.5, "val_bpb": 2.6}
+    def ours(self: beside.Race, side: str, seed: str) -> dict[str, Any]:
+        settings = self.settings_of(side)
+        made = train_gpt.Config.from_env({**settings, "SEED": seed})
+        size = {"parameters": train_gpt.count_parameters(made), "steps": 5, "ms": 7.0, "bytes": 900}
+        return {"shuffle": made.shuffle, **size, beside.BEFORE: 2.5, beside.AFTER: 2.6}
+
+    def kept(by_side: dict[str, dict[str, dict[str, Any]]]) -> str:
+        found.update({side: by_seed["7"] for side, by_seed in by_side.items()})
+        return tables(by_side)
+
+    tables = beside.tables
+    monkeypatch.setattr(beside.Race, "run_ours", ours)
+    monkeypatch.setattr(beside, "tables", kept)
 
     def run(script: str, *options: str, file: str = "train_gpt.py") -> dict[str, dict[str, Any]]:
         path = tmp_path / file
         path.write_text(script, encoding="utf-8")
-        folder = next(folders)
-        monkeypatch.setattr(beside, "run_script", ours)
         seconds = itertools.count(0.0)
 
         def clock(_now: object, limit: float) -> TrainingClock:
@@ -190,58 +152,89 @@ def race(tmp_path: Path, small: Path, dataset: Path, monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(beside, "TrainingClock", clock)
         command = ["beside.py", path, "--data", dataset, "--tokenizer", dataset / "tokenizer.model"]
-        command += ["--config", small, "--runs", folder, "--seconds", 6, "--val-tokens", 256, "--seeds", 7]
+        command += ["--config", small, "--runs", next(folders), "--val-tokens", 256, "--seeds", 7]
+        command += ["--seconds", 6]
         monkeypatch.setattr("sys.argv", [*map(str, command), *options])
+        found.clear()
         beside.main()
-        files = folder.glob("*.json")
-        return {path.stem.removesuffix("-seed7"): json.loads(path.read_text()) for path in files}
+        return dict(found)
 
     return run
 
 
 def test_each_side_is_trained_and_scored(race: Race, capsys: pytest.CaptureFixture[str]) -> None:
-    sides = [side for side in beside.SIDES if side != "speed"]
-    found = race(RACED, "--theirs", "MATRIX_LR=0.04", "--only", *sides)
-    assert found.keys() == {side.replace(", ", "-").replace(" ", "-") for side in sides}
+    found = race(RACED, "--theirs", "MATRIX_LR=0.04")
+    assert [*found] == beside.SIDES
     theirs = found["theirs"]
-    assert theirs["steps"] > 2 and "val_bpb" not in theirs
-    assert theirs["float_bpb"] == min(theirs["last_bpb"], theirs["average_bpb"])
-    assert theirs["last_bpb"] != theirs["average_bpb"] != found["theirs-shuffled"]["average_bpb"]
-    ours, as_theirs = found["ours"], found["ours-as-theirs"]
+    assert theirs["steps"] > 2 and beside.AFTER not in theirs
+    assert theirs[beside.BEFORE] == min(theirs["last weights"], theirs["average"])
+    assert theirs["last weights"] != theirs["average"] != found["theirs-shuffled"]["average"]
+    ours, as_theirs = found["ours"], found["as-theirs"]
     assert ours["parameters"] != as_theirs["parameters"]  # the gates of the default are not the baseline's
     # The order of the text: that of the settings, or the other one where the side says so.
     assert ours["shuffle"] and not found["ours-in-order"]["shuffle"]
-    assert not as_theirs["shuffle"] and found["ours-as-theirs-shuffled"]["shuffle"]
-    printed = capsys.readouterr().out
-    assert "| ours as theirs |" in printed and "Nothing of theirs is shipped" in printed
-    # So all are compared before quantization: by the better ones of theirs' weights.
-    (row,) = [line for line in printed.splitlines() if line.startswith("| theirs |")]
-    assert f"| {theirs['last_bpb']:.4f} | {theirs['average_bpb']:.4f} | {theirs['float_bpb']:.4f} |" in row
-    assert f"Ours minus theirs, seed by seed: 7: {2.5 - theirs['float_bpb']:+.4f}." in printed
+    assert not as_theirs["shuffle"] and found["as-theirs-shuffled"]["shuffle"]
+    # Theirs is not quantized, so all are compared before that.
+    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert ["ours", "1", "2.50000", f"{2.5 - theirs[beside.BEFORE]:+.5f}"] in rows
 
 
-def test_what_does_not_fit_a_race_is_told(race: Race) -> None:
+def test_what_does_not_fit_a_race_is_told(
+    race: Race, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for setting, only, told in (
         ("NUM_LAYERS=3", beside.SIDES, "--theirs NUM_LAYERS: is equal on all sides"),
         ("WARMDOWN=3", ["theirs"], "never reads WARMDOWN"),
         ("WIDTH=4", beside.SIDES, "WIDTH=4: no setting here"),
-        ("MATRIX_LR=much", ["ours as theirs"], "MATRIX_LR='much'"),
+        ("MATRIX_LR=much", ["as-theirs"], "MATRIX_LR='much'"),
     ):
         with pytest.raises(SystemExit, match=told):
             race(RACED, "--theirs", setting, "--only", *only)
-    with pytest.raises(SystemExit, match="which config is this script in ours"):
+    with pytest.raises(SystemExit):
         race(RACED, file="pr549_train_gpt.py")
+    assert "which config is this script in ours" in capsys.readouterr().err
     shuffling = RACED.replace("DistributedTokenLoader", "ShuffledSequenceLoader")
     with pytest.raises(SystemExit, match="shuffles by itself"):
-        race(shuffling, "--only", "theirs shuffled")
-    assert race(RACED, "--only", "theirs shuffled")["theirs-shuffled"]["last_bpb"] == pytest.approx(
-        race(shuffling, "--only", "theirs")["theirs"]["last_bpb"], abs=1e-9
+        race(shuffling, "--only", "theirs-shuffled")
+    assert race(RACED, "--only", "theirs-shuffled")["theirs-shuffled"]["last weights"] == pytest.approx(
+        race(shuffling, "--only", "theirs")["theirs"]["last weights"], abs=1e-9
     )
+    monkeypatch.setenv("MATRIX_LR", "0.5")
+    with pytest.raises(SystemExit, match="MATRIX_LR: set in your shell"):
+        race(RACED)
+
+
+def test_runs_of_other_conditions_do_not_share_a_table(race: Race, tmp_path: Path) -> None:
+    folder = ["--runs", str(tmp_path / "kept")]
+    first = race(RACED, *folder, "--only", "theirs")
+    assert race(RACED, *folder) | first == race(RACED, *folder)  # what is finished is kept
+    with pytest.raises(SystemExit, match="its runs differ in their script; name another --runs"):
+        race(RACED + "\n# changed\n", *folder)
+
+
+@pytest.mark.slow
+def test_all_sides_run_and_continue(tmp_path: Path, small: Path, dataset: Path) -> None:
+    """The command itself, with processes of this script under the CPU's clock."""
+    endless = RACED.replace('"ITERATIONS", 10)', '"ITERATIONS", 10**6)')
+    (tmp_path / "train_gpt.py").write_text(endless, encoding="utf-8")
+    command = [sys.executable, beside.__file__, "train_gpt.py", "--data", dataset, "--runs", "runs",
+               "--tokenizer", dataset / "tokenizer.model", "--config", small, "--seconds", "1",
+               "--val-tokens", "256", "--seeds", "7"]  # fmt: skip
+    for _ in range(2):
+        ended = subprocess.run(
+            [*map(str, command)], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+    sizes = {line.split()[0]: line.split()[1:] for line in ended.stdout.split("\n\n")[1].splitlines()[1:]}
+    assert [*sizes] == beside.SIDES
+    for side in ("ours", "as-theirs"):
+        steps, ms = (float(cell.replace(",", "")) for cell in sizes[side][1:3])
+        assert 0.5 < steps * ms / 1e3 < 2  # the seconds are those of training alone
 
 
 def test_shuffled_batches_are_those_of_ours(tmp_path: Path, small: Path, dataset: Path) -> None:
-    command = ["train_gpt.py", "--config", small, "--data", dataset, "--seconds", 6, "--val-tokens", 256]
-    race = beside.Race(beside.parse([*map(str, command), "--only", "theirs shuffled"]))
+    places = ["--config", small, "--data", dataset, "--tokenizer", dataset / "tokenizer.model"]
+    race = beside.Race(beside.parse(["train_gpt.py", *map(str, places), "--seconds", "6"]))
     ours = train_gpt.Config.from_env({**race.ours, "SEED": "7"})
     shards = train_gpt.open_shards(f"{dataset}/fineweb_train_*.bin")
     feed = race.shuffled_batches(7)

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from data.files import sha256_file
 from tools.audit import box, settings, unexecuted
-from tools.audit.broken import Broken, NotChecked
+from tools.audit.broken import Broken
 from tools.audit.laws import LAWS, Lab, Law
 from tools.audit.replay import replayed
-from tools.audit.verdict import Verdict, fingerprint, hash_of_settings
+from tools.audit.verdict import Verdict
 from tools.audit.worlds import Worlds
 from tools.runs.errors import RecordError
-from tools.runs.runs import settings_of
+from tools.runs.runs import settings_of, settings_sha256
 from tools.runs.writing import print_json
 
 
@@ -83,31 +83,20 @@ def audited(script: Path, config: Path | None, laws: list[Law], say: Callable[[s
     verdict = Verdict({"script": script.name, "sha256": sha256_file(script)})
     if len(laws) < len(LAWS):
         verdict.only = [law.name for law in laws]
-    ours = fingerprint()
     with tempfile.TemporaryDirectory(prefix="audit_") as folder:
         worlds = Worlds(Path(folder).resolve() / "worlds")
-        try:
-            with box.opened(script, Path(folder).resolve() / "runs", [worlds.folder]) as opened:
-                verdict.walls = opened.walls
-                say(f"  walls: {opened.walls}")
-                whole = opened.settings(given)
-                verdict.subject["settings_sha256"] = hash_of_settings(whole)
-                for name, text in experiments(opened, worlds, whole, laws):
-                    verdict.passed.append({"law": name, "text": text})
-                    verdict.cpu_seconds = opened.cpu_seconds
-                    say(f"  pass {name}: {text}")
-                if opened.tried:
-                    raise Broken("walls", f"it tried to leave its box: {', '.join(opened.tried[:3])}")
-                if not verdict.only:
-                    describe_what_ran(verdict, script, opened)
-        except Broken as error:
-            verdict.refuted = str(error)
-        except NotChecked as error:
-            verdict.not_checked = str(error)
-        except (KeyError, TypeError, ValueError, OSError) as error:  # files of another form than ours
-            verdict.not_checked = f"its files cannot be read: {type(error).__name__}: {error}"
-    if fingerprint() != ours:
-        verdict.refuted = "walls: the auditor's own files have changed"
+        runs = Path(folder).resolve() / "runs"
+        with verdict.judging(), box.opened(script, runs, [worlds.folder]) as opened:
+            verdict.walls = opened.walls
+            say(f"  walls: {opened.walls}")
+            whole = opened.settings(given)
+            verdict.subject["settings_sha256"] = settings_sha256(whole)
+            for name, text in experiments(opened, worlds, whole, laws):
+                verdict.note(name, text, opened.cpu_seconds)
+                say(f"  pass {name}: {text}")
+            opened.check_it_stayed_inside()
+            if not verdict.only:
+                describe_what_ran(verdict, script, opened)
     return verdict
 
 
@@ -124,8 +113,8 @@ def experiments(
                 for text in law.test(lab):
                     yield law.name, f"{name}: {text}"
             except Broken as error:
-                tried = f"; it tried to leave its box: {', '.join(opened.tried[:3])}" if opened.tried else ""
-                raise Broken(error.law, f"{name}: {error.text}{tried}") from error
+                text = "; ".join(filter(None, [error.text, opened.escapes()]))
+                raise Broken(error.law, f"{name}: {text}") from error
 
 
 def configurations(whole: Mapping[str, str]) -> dict[str, dict[str, str]]:

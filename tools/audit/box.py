@@ -181,6 +181,15 @@ class Box:
             self._note(run, rank)
         return run
 
+    def check_it_stayed_inside(self) -> None:
+        """`Broken` if a run tried to leave the box."""
+        if self.tried:
+            raise Broken("walls", self.escapes())
+
+    def escapes(self) -> str:
+        """What the runs tried to do outside, the first three; empty for nothing."""
+        return f"it tried to leave its box: {', '.join(self.tried[:3])}" if self.tried else ""
+
     def _note(self, run: Run, rank: int) -> None:
         """Add what a rank has executed, and what it tried to do outside."""
         marks, tried = run.beside(f"ran{rank}"), run.beside(f"tried{rank}")

@@ -30,10 +30,10 @@ from tools.audit import box
 from tools.audit import equalities as same
 from tools.audit.broken import Broken, NotChecked
 from tools.audit.settings import ON_CPU, PRIVATE
-from tools.audit.verdict import PLACES, Verdict, fingerprint, hash_of_settings
+from tools.audit.verdict import Verdict
 from tools.audit.worlds import UNKNOWN, decoded_bytes, spelled_bytes, write
 from tools.runs.errors import RecordError
-from tools.runs.runs import RunDirectory, settings_of
+from tools.runs.runs import RunDirectory, settings_of, settings_sha256
 from tools.runs.source import same_program, unwrap
 
 ARTIFACT, MODES = "model.bin", "eval_modes.json"
@@ -110,38 +110,27 @@ def replayed(folder: Path, documents: int | None, seed: int | None, say: Callabl
     settings = settings_of(run.path / "config.env")
     verdict = Verdict({
         "replay": run.path.name, "sha256": sha256_file(run.path / "train_gpt.py"),
-        "artifact_sha256": sha256_file(run.path / ARTIFACT), "settings_sha256": hash_of_settings(settings),
+        "artifact_sha256": sha256_file(run.path / ARTIFACT), "settings_sha256": settings_sha256(settings),
         "seed": seed,
     })  # fmt: skip
     say(f"  seed {seed} draws the documents")
-    ours = fingerprint()
     with tempfile.TemporaryDirectory(prefix="replay_") as scratch:
         place = Path(scratch).resolve()
         (place / "given").mkdir()
         for name in (ARTIFACT, "train_gpt.py"):
             shutil.copy(run.path / name, place / "given")
-        try:
+        given, script = place / "given", place / "given" / "train_gpt.py"
+        with verdict.judging():
             dtype = str(run.summary["hardware"]["dtype"]).removeprefix("torch.")
             original = read_original(run.path, settings, dtype)
-            given, script = place / "given", place / "given" / "train_gpt.py"
             with box.opened(script, place / "runs", [given], processors()) as opened:
                 verdict.walls = opened.walls
                 say(f"  walls: {opened.walls}")
                 again = Again(original, opened, given, np.random.default_rng(seed))
                 for name, text in experiments(run, original, again, documents):
-                    verdict.passed.append({"law": name, "text": text})
-                    verdict.cpu_seconds = opened.cpu_seconds
+                    verdict.note(name, text, opened.cpu_seconds)
                     say(f"  pass {name}: {text}")
-                if opened.tried:
-                    raise Broken("walls", f"it tried to leave its box: {', '.join(opened.tried[:3])}")
-        except Broken as error:
-            verdict.refuted = str(error)
-        except NotChecked as error:
-            verdict.not_checked = str(error)
-        except (KeyError, TypeError, ValueError, OSError) as error:
-            verdict.not_checked = f"its files cannot be read: {type(error).__name__}: {error}"
-    if fingerprint() != ours:
-        verdict.refuted = "walls: the auditor's own files have changed"
+                opened.check_it_stayed_inside()
     return verdict
 
 
@@ -152,8 +141,10 @@ def processors() -> int:
 
 def read_original(folder: Path, settings: dict[str, str], dtype: str) -> Original:
     """The data of a run. Whatever config.env names, only shards and a SentencePiece model are read."""
-    given = {name: os.environ.get(name) or settings.get(name, "") for name in PLACES}
-    data, tokenizer = (Path(given[name]).expanduser() for name in PLACES)
+    data, tokenizer = (
+        Path(os.environ.get(name) or settings.get(name, "")).expanduser()
+        for name in ("DATA_PATH", "TOKENIZER_PATH")
+    )
     files = sorted(data.glob("fineweb_val_[0-9]*.bin"))
     try:
         tokens = np.concatenate([shards.read_shard(path) for path in files])

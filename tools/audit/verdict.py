@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from tools import REPO
-from tools.runs.folder import PER_RUN_SETTINGS, SETTINGS_OF_A_START
+from tools.audit.broken import Broken, NotChecked
 
 PROVEN, REFUTED, NOT_CHECKED = range(3)  # exit statuses
-PLACES = ("DATA_PATH", "TOKENIZER_PATH")  # settings that the environment may give
 
 
 @dataclass
@@ -50,12 +49,25 @@ class Verdict:
                 "walls": self.walls, "passed": self.passed, "not_run": self.not_run,
                 "largest": self.largest}  # fmt: skip
 
+    @contextlib.contextmanager
+    def judging(self) -> Iterator[None]:
+        """Write down why the experiments inside ended early, if they did."""
+        before = fingerprint()
+        try:
+            yield
+        except Broken as error:
+            self.refuted = str(error)
+        except NotChecked as error:
+            self.not_checked = str(error)
+        except (KeyError, TypeError, ValueError, OSError) as error:  # files that our script would not write
+            self.not_checked = f"its files cannot be read: {type(error).__name__}: {error}"
+        if fingerprint() != before:
+            self.refuted = "walls: the auditor's own files have changed"
 
-def hash_of_settings(settings: Mapping[str, str]) -> str:
-    """SHA-256 of settings but for what belongs to a single start."""
-    own = PER_RUN_SETTINGS | SETTINGS_OF_A_START | {"FOREIGN_NAMES", *PLACES}
-    kept = {name: value for name, value in sorted(settings.items()) if name not in own}
-    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+    def note(self, law: str, text: str, cpu_seconds: float) -> None:
+        """A law held. cpu_seconds: what the script has taken so far."""
+        self.passed.append({"law": law, "text": text})
+        self.cpu_seconds = cpu_seconds
 
 
 def fingerprint() -> str:
