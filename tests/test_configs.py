@@ -15,11 +15,11 @@ CONFIGS = sorted(path.name for path in (Path(__file__).parents[1] / "configs").g
 
 @pytest.fixture(scope="module")
 def page(repo: Path) -> str:
-    return (repo / "configs" / "README.md").read_text(encoding="utf-8")
+    return (repo / "docs" / "design.md").read_text(encoding="utf-8")
 
 
-def test_configurations_are_listed_and_of_fetched_data(page: str, repo: Path) -> None:
-    listed = re.findall(r"`(\w+\.env)`", page.split("## ")[0])
+def test_configurations_are_listed_and_of_fetched_data(repo: Path) -> None:
+    listed = re.findall(r"`(\w+\.env)`", (repo / "configs" / "README.md").read_text(encoding="utf-8"))
     assert sorted(listed) == CONFIGS
     plain = Config.from_env({"CONFIG": str(repo / "configs/sp8192.env")})
     record = Config.from_env({"CONFIG": str(repo / "configs/frontier_1855.env")})
@@ -88,6 +88,6 @@ def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: st
     names = list(defaults)
     deciding = {*TrainingSettings().as_env(), *names[: names.index("DATA_PATH") + 1], "TOKENIZER_PATH"}
     for name in sorted(deciding):
-        missing = f"add a row for `{name}={defaults[name]}`, with its source, to configs/README.md"
+        missing = f"add a row for `{name}={defaults[name]}`, with its source, to docs/design.md"
         assert stated.get(name) == defaults[name], missing
-    assert stated.keys() <= deciding, "configs/README.md has rows for settings that are gone"
+    assert stated.keys() <= deciding, "docs/design.md has rows for settings that are gone"
