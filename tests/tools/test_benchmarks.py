@@ -1,7 +1,6 @@
-"""The measuring programs: a public script beside ours, costs of scoring, quantizers."""
+"""The measuring programs: a public script beside ours, and the passes of an evaluation."""
 
 import contextlib
-import copy
 import itertools
 import subprocess
 import sys
@@ -14,9 +13,9 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import beside, cpu_clock, divergence, ttt
+from benchmarks import beside, cpu_clock, ttt
 from benchmarks.upstream import TrainingClock
-from tests.support.models import tiny_config, trained_like
+from tests.support.models import tiny_config
 from tests.support.tiny import environment
 from tests.tools.test_upstream import KEEPS_AN_AVERAGE
 
@@ -34,7 +33,7 @@ def test_the_clock_counts_what_the_process_computes(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, cpu_clock.__file__, str(script)], check=False).returncode == 3
 
 
-def test_costs_of_test_time_training_are_those_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_documents_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that really pass through the model, with gradients and without, against the counted ones."""
     passed = {True: 0, False: 0}
     forward = train_gpt.GPT.forward
@@ -43,40 +42,24 @@ def test_costs_of_test_time_training_are_those_of_the_passes(monkeypatch: pytest
         passed[torch.is_grad_enabled()] += ids_BT.numel()
         return forward(model, ids_BT, *rest)
 
-    stepped = []  # numbers of adapters
-    adamw_step = train_gpt.adamw_step
-
-    def counted_step(weights_N: Any, *rest: Any) -> None:
-        stepped.append(weights_N.numel())
-        adamw_step(weights_N, *rest)
-
     monkeypatch.setattr(train_gpt.GPT, "forward", counted)
-    monkeypatch.setattr(train_gpt, "adamw_step", counted_step)
     random = np.random.default_rng(0)
     tokens = random.integers(2, 320, 300).astype(np.uint16)
     tokens[[0, 1, 40, 150, 290]] = train_gpt.BOS_ID  # an empty document, and some longer than a window
-    learns = {"TTT_ENABLED": 1, "EVAL_STRIDE": 16}
-    ways: list[tuple[dict[str, object], Any]] = [
-        ({"TTT_MODE": "lora", "TTT_CHUNK_SIZE": 8, "TTT_BATCH_SIZE": 3}, ttt.passes_of_documents),
-        ({"TTT_MODE": "sgd", "TTT_EPOCHS": 3, "TTT_CHUNK_TOKENS": 64}, ttt.passes_of_chunks),
-    ]
-    for settings, count in ways:
-        config = tiny_config(**learns, **settings)
-        passes = list(count(tokens, config))
-        passed.update({True: 0, False: 0})
-        stepped.clear()
-        train_gpt.score_ttt(train_gpt.build_model(config), tokens, config)
-        assert sum(one.tokens for one in passes) == passed[True] + passed[False]
-        assert sum(one.tokens for one in passes if one.learning) == passed[True] > 0
-        assert sum(one.adapter_numbers for one in passes) == sum(stepped)
+    config = tiny_config(TTT_ENABLED=1, EVAL_STRIDE=16, TTT_MODE="lora", TTT_CHUNK_SIZE=8, TTT_BATCH_SIZE=3)
+    passes = list(ttt.passes_of_documents(tokens, config))
+    passed.update({True: 0, False: 0})
+    train_gpt.score_ttt(train_gpt.build_model(config), tokens, config)
+    assert sum(one.tokens for one in passes) == passed[True] + passed[False]
+    assert sum(one.tokens for one in passes if one.learning) == passed[True] > 0
 
 
 def test_lengths_of_documents_are_those_of_public_logs() -> None:
     """#2067 logs 45,739 documents below 2,048 tokens, whose chunks have 16, and 2,196,862 steps in all."""
-    tokens = ttt.official_text()
+    tokens = ttt.official_text(ttt.PUBLISHED_TARGETS)
     lengths = np.diff(np.flatnonzero(np.append(tokens[:-1], train_gpt.BOS_ID) == train_gpt.BOS_ID))
     assert len(lengths) == 50_000 and lengths.max() == pytest.approx(97_113, rel=0.01)
-    assert lengths.sum() == pytest.approx(47_853_343, rel=1e-3)
+    assert lengths.sum() == pytest.approx(ttt.PUBLISHED_TARGETS, rel=1e-3)
     short = lengths < 2047
     assert short.sum() == pytest.approx(45_739, rel=2e-3)
     steps = np.ceil(lengths / np.where(short, 16, 48)) - 1
@@ -245,34 +228,3 @@ def test_shuffled_batches_are_those_of_ours(tmp_path: Path, small: Path, dataset
             assert torch.equal(inputs_BT, torch.cat([batch.inputs_BT for batch in batches]))
             assert torch.equal(targets_BT, torch.cat([batch.targets_BT for batch in batches]))
     assert not torch.equal(inputs_BT, next(race.batches())[0])
-
-
-def test_quantizers_are_compared_at_equal_bytes(dataset: Path, tmp_path: Path) -> None:
-    config = tiny_config(DATA_PATH=dataset, TOKENIZER_PATH=dataset / "tokenizer.model", MODEL_DIM=64)
-    lines = [f"{name}={value}" for name, value in config.as_env().items()]
-    (tmp_path / train_gpt.SETTINGS_FILE).write_text("\n".join(lines))
-    model = trained_like(config)
-    torch.save(model.state_dict(), tmp_path / "final_model.pt")
-    targets = 8 * config.eval_length
-    measured = divergence.measure(tmp_path, [(5.0, arm) for arm in divergence.ARMS], targets, batches=2)
-    rows = {row["arm"]: row for row in measured["rows"]}
-    limit = measured["parameters"] * 5 / 8
-    assert all(0.9 * limit < row["bytes"] <= limit and row["passes"] >= 1 for row in rows.values())
-    # Each arm is a quantizer of its own, whatever the run had.
-    lost = {arm: row["divergence"] for arm, row in rows.items()}
-    assert len(set(lost.values())) == len(lost) == 5 and 0 < lost["trellis"] < lost["GPTQ"]
-    assert 0 < lost["steps of columns, trellis"] < lost["steps of columns"]
-    # The loss of the weights before is the model's own on that text.
-    shard = train_gpt.open_shards(f"{dataset}/fineweb_val_[0-9]*.bin")[0]
-    tokens = torch.from_numpy(train_gpt.read_tokens(shard)[: targets + 1].astype(np.int64))
-    inputs_BT, targets_BT = (part.view(-1, config.eval_length) for part in (tokens[:-1], tokens[1:]))
-    assert measured["nats_before"] == pytest.approx(model.loss(inputs_BT, targets_BT).item(), abs=1e-5)
-    # Two models: means, and the difference to the first arm pair by pair.
-    other = copy.deepcopy(measured)
-    other["seed"] += 1
-    for row in other["rows"]:
-        row["bpb_lost"] += 0.5
-    page = divergence.tables({"runs": [measured, other]})
-    gain = rows["trellis"]["bpb_lost"] - rows["GPTQ"]["bpb_lost"]
-    (line,) = [line for line in page if line.startswith("| trellis |")]
-    assert f"| {rows['trellis']['bpb_lost'] + 0.25:+.4f} | {gain:+.4f} | 0.0000 |" in line
