@@ -2483,28 +2483,33 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     torch.set_float32_matmul_precision("high" if on_gpu else "highest")
     compiled = config.compile == "1" or (config.compile == "auto" and on_gpu)
     machine = Machine(rank, world_size, device, dtype, compiled)
-    # While a rank waits for the others to connect, it reports so every ten seconds.
+    if world_size > 1:
+        connect(machine, environ)
+    return machine
+
+
+def connect(machine: Machine, environ: Mapping[str, str]) -> None:
+    """Wait until all ranks have connected, and log a line every ten seconds while waiting. ConfigError."""
     connected = threading.Event()
 
     def report_waiting() -> None:
         while not connected.wait(10):
-            print_line(f"rank {rank}: waiting for all {world_size} ranks to connect to MASTER_ADDR="
-                       f"{environ.get('MASTER_ADDR')}, at most {PEER_TIMEOUT_SECONDS}s", sys.stderr)
+            print_line(f"rank {machine.rank}: waiting for all {machine.world_size} ranks to connect to "
+                       f"MASTER_ADDR={environ.get('MASTER_ADDR')}, at most {PEER_TIMEOUT_SECONDS}s",
+                       sys.stderr)
 
-    if world_size > 1:
-        threading.Thread(target=report_waiting, daemon=True).start()
-        # Host tensors use gloo even on GPUs, so that ranks agree on the time without waiting for a device.
-        backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        try:
-            dist.init_process_group(
-                backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS),
-                device_id=device if on_gpu else None)  # fmt: skip
-        except ValueError as error:
-            raise ConfigError(f"WORLD_SIZE={world_size}: {error}; use torchrun") from error
+    threading.Thread(target=report_waiting, daemon=True).start()
+    # Host tensors use gloo even on GPUs, so that ranks agree on the time without waiting for a device.
+    backends = "cpu:gloo,cuda:nccl" if machine.on_gpu else "gloo"
+    try:
+        dist.init_process_group(
+            backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS),
+            device_id=machine.device if machine.on_gpu else None)  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"WORLD_SIZE={machine.world_size}: {error}; use torchrun") from error
     # All ranks connect here. If one left before, its error would be hidden by the others' connection errors.
     machine.gather(None)
     connected.set()
-    return machine
 
 
 def print_line(line: str, stream: Any = None) -> None:
@@ -4151,9 +4156,10 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
         if learning:
             step_seconds = (clock.seconds() - started) / steps
             document_seconds = step_seconds / len(batch)
+            # No step follows the last chunk of a document, and at a learning rate of 0 nothing learns.
             lengths = scorer.lengths[batch]
-            with_steps = lengths[lengths > config.ttt_chunk_size] if config.ttt_lora_lr > 0 else lengths[:0]
-            clock.learned[str(batch[0])] = int(with_steps.sum())
+            has_steps = (lengths > config.ttt_chunk_size) & (config.ttt_lora_lr > 0)
+            clock.learned[str(batch[0])] = int(lengths[has_steps].sum())
         clock.log_progress(ledger, own_targets)
     # So far each rank has only the scores of its own documents. Exchange them; the ledger rejects duplicates.
     machine = model.machine
