@@ -1927,11 +1927,27 @@ def choose_implementation(setting: str, ops: Ops, c: Config, machine: Machine) -
     return ChosenOps(passed[chosen], [f"{setting}:{chosen} tried: {' | '.join(tried)}", *warnings])
 
 
+def cache_compiled_graphs() -> None:
+    """Let torch reuse compiled graphs that contain this file's autograd functions, from its per-user cache.
+
+    By default torch caches only what Inductor makes of them, and every run traces their backward pass anew.
+    """
+    settings: Any = torch._functorch.config
+    if not hasattr(settings, "autograd_cache_allow_custom_autograd_functions"):
+        return
+    settings.autograd_cache_allow_custom_autograd_functions = True
+    # A cached graph includes the shapes that our operators return, but not the code that computes them.
+    shapes = [inspect.getsource(function) for function in (mlp_matmul_shapes, heads_shapes, xsa_shapes)]
+    torch.compiler.config.cache_key_tag = hashlib.sha256("".join(shapes).encode()).hexdigest()
+
+
 def fast_ops(c: Config, machine: Machine) -> ChosenOps:
     """Implementations for a run, each checked against its reference at the shapes of a micro-batch.
 
     Collective. ConfigError if a setting names an implementation that fails its check.
     """
+    if machine.on_gpu:
+        cache_compiled_graphs()
     ops = Ops()
     report = []
     for setting in IMPLEMENTATIONS:
@@ -4071,7 +4087,8 @@ class DocumentScorer:
         for chunk in self.chunks(batch, learning):
             # There is nothing to train for after the last chunk of the longest document.
             learns = learning and chunk.learning > 0
-            with torch.set_grad_enabled(learns):
+            # Compiled code keeps gradients on, because without them it would be another graph to compile.
+            with torch.set_grad_enabled(learns or self.machine.compiled):
                 hidden_BCD = self.read(chunk, adapters)
             self.record(chunk, hidden_BCD, adapters)
             if learns:
@@ -4262,8 +4279,8 @@ def rehearse_evaluation(model: GPT, config: Config, run: Run) -> None:
     #   batch 1, chunk 1: both documents train, in a short window
     #            chunk 2: the first one trains, the second one ends; the window is full from here on
     #            chunk 3: the first one is alone and trains
-    #            chunk 4: it ends, so nothing trains: one document without gradients
-    #   batch 2, chunk 1: both documents end: two documents without gradients
+    #            chunk 4: it ends, so nothing trains: one document, scored alone
+    #   batch 2, chunk 1: both documents end: two documents, scored alone
     half = (config.eval_length + 1) // 2
     text = np.full(8 * half + 1, BOS_ID + 1, np.uint16)
     text[[0, 4 * half, 6 * half, 7 * half]] = BOS_ID
