@@ -4,8 +4,8 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/loader.py --turns 12 --disk-ms 50
 
 The steps of --config, with --set on top, are timed in turns on whatever device it finds; --disk-ms delays
-each read of a shard. All ways must read the same stream, and on a CPU their losses must be equal, too: on a GPU,
-attention adds up its gradients in any order.
+each read of a shard. All ways must read the same stream, and on a CPU their losses must be equal, too. (On a
+GPU, attention adds up its gradients in any order.)
 """
 
 import argparse
@@ -109,7 +109,8 @@ def in_turns(arguments: argparse.Namespace) -> dict[str, Any]:
     mean = {way: np.mean([rank[way] for rank in ranks], axis=0).tolist() for way in taken}
     measured = {
         "turns": mean, "ranks": len(ranks), "steps": steps, "disk_ms": arguments.disk_ms,
-        "hash": hashes.pop(), "config": arguments.config.name, "set": arguments.set, "device": machine.device_name,
+        "hash": hashes.pop(), "config": arguments.config.name, "set": arguments.set,
+        "device": machine.device_name,
     }  # fmt: skip
     return measured if machine.rank == 0 else {}
 
