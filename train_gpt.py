@@ -1932,7 +1932,7 @@ def cache_compiled_graphs() -> None:
 
     By default torch caches only what Inductor makes of them, and every run traces their backward pass anew.
     """
-    settings: Any = torch._functorch.config
+    settings: Any = importlib.import_module("torch._functorch.config")
     if not hasattr(settings, "autograd_cache_allow_custom_autograd_functions"):
         return
     settings.autograd_cache_allow_custom_autograd_functions = True
