@@ -1,4 +1,4 @@
-# `make` alone lists the targets: the text behind ## of each.
+# `make` alone lists the targets: the text after ## of each.
 .DEFAULT_GOAL := help
 .PHONY: help demo seeds test test-slow test-torch gpu-check bench lint clean
 
@@ -38,7 +38,7 @@ help:
 # packages, since --system-site-packages shows those of the base interpreter alone. Else the default is installed.
 $(READY): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "$(PYTHON) is no Python 3.10 or later: name one, as in make demo PYTHON=python3.12"; exit 1; }
+		{ echo "$(PYTHON) is not Python 3.10 or later; name one, as in make demo PYTHON=python3.12"; exit 1; }
 	@set -e; fitting='import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); assert (2, 9) <= v < (2, 14)'; \
 	if $(PYTHON) -c "$$fitting" 2>/dev/null; then \
 		echo "creating $(VENV) (one time), with the torch that $(PYTHON) has"; $(PYTHON) -m venv --system-site-packages $(VENV); \

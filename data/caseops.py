@@ -1,11 +1,11 @@
 """CaseOps: a lossless case transform, so that a tokenizer sees one spelling of each word (PR #1729).
 
-A run of ASCII letters that holds capitals is written in lower case behind a mark: TITLE for "Word", CAPS for
+A run of ASCII letters that holds capitals is written in lower case after a mark: TITLE for "Word", CAPS for
 "WORD"; any other gets TITLE if it begins with a capital and NEXT before each later one ("iPhone", "McGraw").
-A mark that occurs in the text itself is written behind ESCAPE. Every string has exactly one code, and
+A mark that occurs in the text itself is written after ESCAPE. Every string has exactly one code, and
 `decode` refuses what `encode` cannot have written.
 
-The fused form has two marks more, SPACE_TITLE and SPACE_CAPS, for a word behind white space: they stand
+The fused form has two marks more, SPACE_TITLE and SPACE_CAPS, for a word after white space: they come
 before that white space, unless the text begins with it. A tokenizer then cuts "the Word" into "the", mark
 and the same piece "▁word" that it has for the small word, where the published form needs "▁", mark and
 "word" (PR #2109 joins the first two).
@@ -24,7 +24,7 @@ TITLE, CAPS, NEXT, ESCAPE = "\ue001", "\ue002", "\ue003", "\ue004"
 SPACE_TITLE, SPACE_CAPS = "\ue005", "\ue006"
 MARKS = (TITLE, CAPS, NEXT, ESCAPE)
 FUSED_MARKS = (*MARKS, SPACE_TITLE, SPACE_CAPS)
-FIRST_MARK_ID = 4  # of a tokenizer's pieces: the marks come behind pad, bos, eos and unk, in their order
+FIRST_MARK_ID = 4  # of a tokenizer's pieces: the marks come after pad, bos, eos and unk, in their order
 
 SPACE, NO_SPACE = "[ \t\n\r]", "[^ \t\n\r]"
 NEEDS_CODE = re.compile("(?P<run>(?<![A-Za-z])[a-z]*[A-Z][A-Za-z]*)|[\ue001-\ue004]")
@@ -105,7 +105,7 @@ def decode(coded: str, fused: bool = False) -> str:
         at = 0
         while at < min(len(coded), len(again)) and coded[at] == again[at]:
             at += 1
-        raise CaseOpsError(f"{coded[at:at + 20]!r} at character {at} is no code of any text")
+        raise CaseOpsError(f"{coded[at:at + 20]!r} at character {at} is not the CaseOps code of any text")
     return text
 
 

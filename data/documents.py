@@ -66,7 +66,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """Files in order, and how documents lie in them."""
+    """Files in order, and how documents are arranged in them."""
 
     paths: tuple[str, ...]
     text_key: str = "text"
@@ -135,11 +135,11 @@ class DocumentSource:
             if wanted_bytes >= MAX_DOCUMENT_BYTES:
                 raise DataError(f"{path}: no document ends in the {MAX_DOCUMENT_BYTES} bytes before byte "
                                 f"{file.tell()}; expected one JSON object per line, or plain text with "
-                                f"{self.separator!r} on a line of its own behind each document")
+                                f"{self.separator!r} on a line of its own after each document")
             wanted_bytes *= 2
 
     def last_document_end(self, path: str, block: bytes) -> int:
-        """Offset behind the last document that surely ends within `block`; 0 where none does."""
+        """Offset after the last document that surely ends within `block`; 0 where none does."""
         if path.endswith(JSON_SUFFIXES):
             return block.rfind(b"\n") + 1
         ends = [end for _, end in self.separator_lines(block) if block[end - 1:end] == b"\n"]

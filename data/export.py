@@ -132,7 +132,7 @@ def train_tokenizer(recipe: TokenizerRecipe) -> tuple[bytes, collections.Counter
     def sentences() -> Iterator[str]:
         try:
             yield from recipe.texts(counts)
-        except DataError as error:  # SentencePiece would hide it behind its own
+        except DataError as error:  # SentencePiece would replace it with its own
             failures.append(error)
 
     model = io.BytesIO()
@@ -150,7 +150,7 @@ def train_tokenizer(recipe: TokenizerRecipe) -> tuple[bytes, collections.Counter
             f"no tokenizer of {recipe.vocab_size} pieces from {counts['documents']} documents "
             f"({', '.join(recipe.source.paths)}): {reason}; give more text, a smaller --train-tokenizer, or "
             f"a smaller --val-docs: the first {recipe.first_document:,} documents are validation, and a "
-            "tokenizer learns from those behind them") from error
+            "tokenizer trains on those after them") from error
     if failures:
         raise failures[0]
     found = spm.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()

@@ -55,9 +55,9 @@ DISK_ERRORS = {
     errno.EACCES: "no permission: choose a folder you can write, or change its permissions",
     errno.EPERM: "no permission: choose a folder you can write, or change its permissions",
     errno.EROFS: "the file system is read-only: choose another folder",
-    errno.ENOTDIR: "a file stands where a folder is needed: move it away or choose another folder",
-    errno.EEXIST: "a file stands where a folder is needed: move it away or choose another folder",
-    errno.EISDIR: "a folder stands where a file is needed: move it away",
+    errno.ENOTDIR: "there is a file where a folder is needed: move it away or choose another folder",
+    errno.EEXIST: "there is a file where a folder is needed: move it away or choose another folder",
+    errno.EISDIR: "there is a folder where a file is needed: move it away",
     errno.ENOENT: "it does not exist: check the path",
 }
 
@@ -135,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise explain_os_error(error, path) from error
     except RecursionError as error:
-        raise DataError(f"{path}: nested too deeply for JSON of ours; delete it and start again") from error
+        raise DataError(f"{path}: nested too deeply; delete it and start again") from error
     except ValueError as error:  # not UTF-8, not JSON, or a number of thousands of digits
         raise DataError(f"{path}: not JSON ({error}); delete it and start again") from error
     if not isinstance(found, dict):

@@ -366,7 +366,7 @@ class Receipts:
 
 
 def shard_facts(path: Path) -> dict[str, Any]:
-    """Tokens, largest id, and how documents lie in a shard. Raises DataError where the header is wrong."""
+    """Tokens, largest id, and the boundaries of documents in a shard. DataError if its header is wrong."""
     tokens = shards.read_shard(path)
     is_sidecar = "_val_bytes_" in path.name
     return {
@@ -590,9 +590,9 @@ def receipts_of_kind(request: Request, receipts: Receipts, kind: str) -> list[tu
 
 def split_entries(split: str, found: list[tuple[str, dict[str, Any]]], first_document: int,
                   tokenizer_path: Path, vocab_size: int) -> tuple[dict[str, Any], int]:
-    """Manifest records of one split's shards, and the global index behind its last document.
+    """Manifest records of one split's shards, and the global index after its last document.
 
-    Raises DataError where ids lie outside the tokenizer or the split does not begin with a document.
+    Raises DataError if ids are outside the tokenizer or the split does not begin with a document.
     """
     entries: dict[str, Any] = {}
     document = first_document
@@ -681,8 +681,8 @@ def tell_validation(request: Request, directory: Path, stored: dict[str, Any]) -
     for text in expected:
         different = "; ".join(official.differences(facts, text))
         print(f"warning: {directory}: this is not the challenge's validation set, which "
-              f"{request.variant.repo} should hold: {different}. Scores on it do not compare with those of "
-              "others. Look at the repository's history, and name an earlier commit with --revision",
+              f"{request.variant.repo} should hold: {different}. Scores on it cannot be compared with "
+              "others'. Look at the repository's history, and name an earlier commit with --revision",
               file=sys.stderr)
 
 
@@ -706,7 +706,7 @@ def verify(request: Request) -> None:
     if receipts is not None:
         receipts.forget([name for name in receipts.files
                          if any(f"{os.sep}{name}:" in problem for problem in problems)])
-    advice = "not sound; the same command without --verify fetches missing and damaged files again:"
+    advice = "missing or damaged files; the same command without --verify fetches them again:"
     raise DataError("\n  ".join([f"{directory}: {advice}", *problems]))
 
 

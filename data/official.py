@@ -1,6 +1,6 @@
 """Whether a validation text is the challenge's own, by its counts and the SHA-256 of its first tokens.
 
-The table of the official texts is OFFICIAL_VALIDATION in `train_gpt.py`, and stands there alone. It is read
+The table of the official texts is OFFICIAL_VALIDATION in `train_gpt.py`, and only there. It is read
 without importing the script, which would load torch.
 """
 
@@ -71,7 +71,7 @@ def facts_of(tokens: np.ndarray, bytes_total: int, pieces: int) -> Facts:
 
 
 def differences(facts: Facts, text: Facts) -> list[str]:
-    """What tells a text from an official one, in words; empty if it is that one."""
+    """How a text differs from an official one, in words; empty if it is that one."""
     return [f"{name} {facts.get(name)}, expected {expected}" for name, expected in text.items()
             if expected is not None and facts.get(name) != expected]
 

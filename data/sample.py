@@ -94,7 +94,7 @@ def help_topics(tree: ast.Module) -> dict[str, str]:
 
 
 def stdlib_documents() -> list[str]:
-    """Documents in the order of the hashes of their names: shuffled, yet alike in neighbouring versions."""
+    """Documents in the order of the hashes of their names: shuffled, yet alike in neighboring versions."""
     named = {}
     for name, path in stdlib_sources():
         tree = parse_source(path)
@@ -243,7 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         problems = shards.verify_dataset(directory)
         if problems and options.check:
-            raise DataError("\n  ".join(["sample not sound; `python data/sample.py` repairs it:", *problems]))
+            told = "the sample is damaged; `python data/sample.py` repairs it:"
+            raise DataError("\n  ".join([told, *problems]))
         if problems:
             build(options.out)
         print(("made " if problems else "complete ") + describe(directory))

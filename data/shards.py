@@ -332,7 +332,7 @@ def tokenizer_path(directory: Path, manifest: Mapping[str, Any]) -> Path:
 class ByteTable:
     """UTF-8 bytes that each token stands for: those that SentencePiece decodes. Arrays: (vocabulary,).
 
-    U+2581 stands for one space wherever it is in a piece. The one before the piece counts behind a token that
+    U+2581 stands for one space wherever it is in a piece. The one before the piece counts after a token that
     is text itself (`is_text`). At the beginning of a document most decoders drop it, as the challenge's do;
     one that leaves white space as it is keeps it (`keeps_first_space`).
     """
@@ -378,7 +378,7 @@ class ByteTable:
 
 
 def load_tokenizer(path: Path) -> spm.SentencePieceProcessor:
-    """Load a SentencePiece model. Raises DataError where the file is absent or is no model."""
+    """Load a SentencePiece model. Raises DataError if the file is absent or not a model."""
     if not path.is_file():
         raise DataError(f"{path}: tokenizer not found")
     try:

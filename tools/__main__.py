@@ -19,10 +19,10 @@ from tools.runs.writing import Terminal
 VERBS: dict[str, tuple[str, str]] = {
     "pack": ("tools.submit.pack", "turn finished runs into a records folder"),
     "check": ("tools.submit.check", "audit a records folder, ours or any public one"),
-    "prove": ("tools.audit.audit", "try to refute a score by experiments on the script"),
+    "prove": ("tools.audit.audit", "try to refute the scores of a script by experiment"),
     "diff": ("tools.compare.diff", "compare two runs or folders: settings, code, metrics, losses"),
     "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),
-    "try": ("tools.compare.trial", "is a change better? trains base and change in pairs until it can say"),
+    "try": ("tools.compare.trial", "is a change better? trains base and change in pairs until it knows"),
     "sweep": ("tools.compare.sweep", "run settings x seeds from one file, and compare them in pairs"),
     "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
     "export": ("tools.compare.export", "write a run's steps for TensorBoard or wandb"),
@@ -76,7 +76,7 @@ def python_with_packages() -> str:
     """How to get a Python with the packages of requirements.txt."""
     if MADE_BY_MAKE.exists():
         return f"use the environment that `make` made: {MADE_BY_MAKE} -m tools"
-    return "`make demo` makes an environment with all that is needed; or pip install -r requirements.txt"
+    return "`make demo` makes an environment with everything needed; or pip install -r requirements.txt"
 
 
 def _run(args: argparse.Namespace) -> int:

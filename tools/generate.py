@@ -23,12 +23,19 @@ from tools.runs.folder import CONFIG
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", type=Path, metavar="MODEL", help="model.bin of a run")
-    parser.add_argument("prompt", metavar="PROMPT", help="text to go on from")
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to write (default: 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=40, help="choose among so many; 0: all (default: 40)")
-    parser.add_argument("--seed", type=int, default=1337, help="of the choices (default: 1337)")
-    parser.add_argument("--tokenizer", metavar="FILE", help="default: that of config.env beside the artifact")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=40, metavar="N",
+        help="sample from the N likeliest tokens; 0: from all (default: 40)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=1337, help="seed of the sampling (default: 1337)")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="default: the one that config.env next to the artifact names"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,7 +94,7 @@ def generate_text(
     seed: int,
     pairs: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> str:
-    """The prompt and so many tokens more, sampled among the `top_k` likeliest; temperature 0: the first.
+    """The prompt and N more tokens, sampled among the `top_k` likeliest; temperature 0: the likeliest.
 
     pairs: of tokens that data/fuse.py made one.
     """

@@ -1,7 +1,7 @@
 """`summary RUN`: the result of a run in ten lines: scores, simple compressors on the same text, bytes, speed.
 
-The plain means are `xz -9`, which reads the validation text alone, and a model of pairs of tokens, which has
-read as much of the training text as the run.
+For comparison, the same text is compressed by `xz -9` and by a model of token pairs that has read as much of
+the training data as the run.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def text_of(tokens: np.ndarray, config: script.Config) -> bytes:
 
 
 def first_tokens(shards: list[Any], count: int) -> np.ndarray:
-    """So many tokens from the beginning of some shards, fewer where there are no more."""
+    """That many tokens from the beginning of some shards, or all if there are fewer."""
     parts: list[np.ndarray] = []
     for shard in shards:
         missing = count - sum(map(len, parts))

@@ -30,7 +30,7 @@ SCRIPT = REPO / "train_gpt.py"
 SAMPLE = ["adapt-then-score", "more-bytes", "unlearned-by-their-losses", "cross-document-smear",
           "shorter-text"]  # fmt: skip
 HAS_WALLS = bool(walls.around(Path("/tmp"), [])[0])
-needs_walls = pytest.mark.skipif(not HAS_WALLS, reason="this system starts no user namespaces")
+needs_walls = pytest.mark.skipif(not HAS_WALLS, reason="this system has no user namespaces")
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: 
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(line for line in lines if not line.startswith("legal_ttt")))
     unlike = told("--no-code")
-    assert re.search(r"final_int6_sliding_window against legal_ttt, two kinds of score", unlike)
+    assert re.search(r"final_int6_sliding_window with legal_ttt, two kinds of score", unlike)
     change = re.search(r"^val_bpb, sliding window .* ([+-][\d.]+) +[+-][\d.]+$", unlike, re.MULTILINE)
     assert change is not None and f"sliding window {change[1]}" in unlike.splitlines()[0]
     assert re.search(r"^val_bpb, test-time training .* – +–$", unlike, re.MULTILINE)
@@ -158,14 +158,14 @@ def test_other_texts_and_steps_of_the_whole_run(two: tuple[Path, Path], told: To
 
 
 def test_unlike_conditions_are_named(two: tuple[Path, Path], told: Tool) -> None:
-    assert "unlike conditions" not in told("--no-code")
+    assert "different conditions" not in told("--no-code")
     log = two[1] / "log.txt"
     text = log.read_text()
     for there in ("dtype:torch.float32", "threads:2", "world_size:1"):
         assert there in text
         text = text.replace(there, there[:-1] + "8")
     log.write_text(text)
-    line = next(line for line in told("--no-code").splitlines() if "unlike conditions" in line)
+    line = next(line for line in told("--no-code").splitlines() if "different conditions" in line)
     for part in ("dtype torch.float32 against torch.float38", "threads 2 against 8", "world_size 1 against"):
         assert part in line
     assert "device" not in line and json.loads(told("--json"))["unlike_conditions"] == line
@@ -193,7 +193,7 @@ def test_a_folder_that_is_no_run_and_no_record_is_refused_without_a_walk(
     (tmp_path / "notes.txt").write_text("text\n")
     monkeypatch.setattr(Folder, "files", lambda folder: pytest.fail(f"{folder.path} is walked"))
     more = [inner] if verb == "diff" else []
-    assert "is no run and no record" in tool(verb, tmp_path, *more, status=2)
+    assert "is neither a run nor a record" in tool(verb, tmp_path, *more, status=2)
 
 
 PUBLIC_LOG = """Hyperparameters:

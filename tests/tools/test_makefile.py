@@ -95,5 +95,5 @@ def test_make_says_that_a_python_is_too_old_before_it_makes_anything(repo: Path,
     old.chmod(0o755)
     command = ["make", "demo", f"PYTHON={old}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode != 0 and f"{old} is no Python 3.10 or later" in done.stdout
+    assert done.returncode != 0 and f"{old} is not Python 3.10 or later" in done.stdout
     assert not (tmp_path / ".venv").exists()

@@ -198,7 +198,7 @@ def test_wrapped_script_is_the_same_program_with_the_source_beside_it(
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
     told, _, command = capsys.readouterr().out.splitlines()[-1].partition(": python -m tools prove ")
     source, option, config = command.split()
-    assert told == "not proved legal by experiment yet" and option == "--config"
+    assert told == "not yet proven legal by experiment" and option == "--config"
     assert (Path(source), Path(config)) == (folder / "train_gpt_readable.py", folder / "config.env")
     shipped = read_script(folder / "train_gpt.py")
     assert shipped.wrapped and shipped.raw == wrap(SOURCE) and same_program(shipped.text, SOURCE)
@@ -244,7 +244,7 @@ def test_the_form_that_the_run_counted_is_shipped(tmp_path: Path, refusal: Tool)
     wrapper = f"import lzma,base64;exec(lzma.decompress(base64.b85decode({base64.b85encode(newer)!r})))"
     shipped.write_text(wrapper)
     message = refusal(run)
-    assert "is no program for Python" in message and "(3.11.7)" in message
+    assert "is not a program for Python" in message and "(3.11.7)" in message
 
 
 def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, refusal: Tool) -> None:
@@ -252,7 +252,7 @@ def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, refusal: Tool) -> None
         "did not finish": {"exit": "signal"},
         "marked not comparable": {"comparable": False},
         "is not the code that ran": {"code": {"sha256": "0" * 64}},
-        "went on with other code": {"code": {"sha256": f"{'1' * 64} after {'0' * 64}"}},
+        "was continued with different code": {"code": {"sha256": f"{'1' * 64} after {'0' * 64}"}},
         "summary.json says 43": {"seed": 43},
         "says MATRIX_LR=0.02, the run ended with 0.03": {"config": {**CONFIG, "MATRIX_LR": "0.03"}},
     }
@@ -270,7 +270,7 @@ def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, refusal: Tool) -> None
     message = refusal(*runs)
     assert "scored an artifact" in message and "under way" in message and message.count("MATRIX_LR") == 1
     assert "seed 1 comes more than once" in message
-    assert "ran other code" in message
+    assert "ran different code" in message
     assert "MATRIX_LR is 0.02" in message and "0.03 in" in message
 
 
@@ -424,7 +424,7 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
               "walls": "WITHOUT WALLS", "passed": [{"law": "endings"}, {"law": "sums"}]}  # fmt: skip
     proof = tmp_path / "proof.json"
     proof.write_text(json.dumps({**report, "sha256": "0" * 64}))
-    assert "the proof is of a script" in refusal(run, "--proof", proof)
+    assert "the proof is for a script" in refusal(run, "--proof", proof)
     proof.write_text(json.dumps({**report, "status": 1, "verdict": "refuted: kraft"}))
     assert "refuted: kraft; only a whole proof" in refusal(run, "--proof", proof)
     proof.write_text(json.dumps(report))

@@ -65,7 +65,7 @@ def final_word(differences: np.ndarray, useful: float) -> str:
 
 def test_each_verdict_has_its_reason() -> None:
     assert verdict([-0.1, -0.101, -0.099, -0.1], 0.002).word == KEEP
-    assert "harm" in verdict([0.1, 0.101, 0.099, 0.1], 0.002).why
+    assert "hurts" in verdict([0.1, 0.101, 0.099, 0.1], 0.002).why
     small = [-0.0001, -0.00011, -0.00009, -0.0001]
     assert "smallest useful" in verdict(small, 0.002).why and verdict(small, 0.0).word == KEEP
     assert verdict([-0.1, -0.101, -0.099], 0.002).word == UNDECIDED  # no look yet

@@ -64,7 +64,7 @@ def test_what_is_missing_is_told(finished: Ended, tmp_path: Path, tool: Tool) ->
     (copy / "config.env").write_text(re.sub(r"^DATA_PATH=.*", "DATA_PATH=/gone", settings, flags=re.M))
     told = tool("summary", copy)
     assert told.count("not known: no data at") == 2 and "round trip" in told
-    assert "no run directory" in tool("summary", tmp_path, status=2)
+    assert "not a run directory" in tool("summary", tmp_path, status=2)
 
 
 @pytest.mark.parametrize(("val_bpb", "ahead"), [(1.0, 0), (1.0611, 1), (1.0612, 1), (2.0, 42)])

@@ -116,7 +116,7 @@ def test_a_limit_that_is_not_kept_stops_the_rest(place: Path, capfd: pytest.Capt
     (place / "rates.txt").write_text(text.replace("low: ", "low: ARTIFACT_BYTES_MAX=100000 "))
     for _ in range(2):
         assert main(["sweep", "rates.txt"]) == 1
-        assert "low-seed1 did not keep its limits: artifact_bytes" in capfd.readouterr().err
+        assert "low-seed1 exceeded its limits: artifact_bytes" in capfd.readouterr().err
     assert (place / "starts").read_text().split() == ["base-seed1", "begun", "low-seed1", "begun"]
 
 
@@ -192,7 +192,7 @@ def test_a_folder_that_is_named_holds_the_runs_beside_others(
     ("low: ", "low: MATRIX_LRR=1 ", "did you mean MATRIX_LR?"),
     ("low: MATRIX_LR=0.02", "low: MATRIX_LR=x", "row low: MATRIX_LR='x'"),
     ("low: ", "low: SEED=4 ", "is set for each run by itself"),
-    ("low: ", "base: ", "a name that is there already"),
+    ("low: ", "base: ", "a name that is already taken"),
     ("low: ", "low ", "is not NAME: SETTING=VALUE"),
     ("low: ", "low: of=high ", "expected the name of a row above it: base"),
     ("high: ", "again: of=base\nhigh: of=again ", "that row trains nothing; name base"),

@@ -109,7 +109,7 @@ def try_it(place: Path, capfd: pytest.CaptureFixture[str]) -> Try:
 
 
 @pytest.mark.parametrize(("rate", "word", "status", "why"), [
-    ("0.05", KEEP, 0, "it gains; new − base -0.02"), ("0.015", DROP, 1, "it does harm; new − base +0.01"),
+    ("0.05", KEEP, 0, "it gains; new − base -0.02"), ("0.015", DROP, 1, "it hurts; new − base +0.01"),
     ("0.0251", UNDECIDED, 3, "about "),
 ])  # fmt: skip
 def test_a_planted_change_gets_its_verdict(
@@ -158,7 +158,7 @@ def test_a_killed_try_ends_with_the_same_table(try_it: Try, place: Path) -> None
 
 def test_the_next_try_knows_what_pairs_can_show_and_what_was_kept(try_it: Try, place: Path) -> None:
     assert "not known yet" in try_it("MATRIX_LR=0.05")[1][2]
-    shown = re.search(r"scatter by (0\.00\d+) here \(4 earlier pairs\).* 4 pairs (\S+), 6 pairs (\S+),",
+    shown = re.search(r"deviation of (0\.00\d+) here \(4 earlier pairs\).* 4 pairs (\S+), 6 pairs (\S+),",
                       try_it("MATRIX_LR=0.06", "--seeds", "1")[1][2])  # fmt: skip
     assert shown is not None and float(shown[3]) < float(shown[2]) < 10 * float(shown[1])
     # Another budget scatters otherwise.
@@ -220,7 +220,7 @@ def test_a_run_that_fails_and_other_conditions_end_a_try(
     assert try_it("MATRIX_LR=0.05", "--seeds", "1")[0] == 3
     monkeypatch.setenv("TEST_DEVICE", "another CPU")
     status, lines = try_it("MATRIX_LR=0.05", "--seeds", "2")
-    assert status == 2 and "unlike conditions (device CPU and another CPU)" in lines[-1]
+    assert status == 2 and "different conditions (device CPU and another CPU)" in lines[-1]
 
 
 def test_the_base_is_where_the_branch_left_main_or_what_was_kept(

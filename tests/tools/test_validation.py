@@ -125,7 +125,7 @@ def test_one_run_counts_one_number_of_bytes(tmp_path: Path) -> None:
 def test_pack_refuses_bytes_that_nobody_audited(tmp_path: Path, tool: Tool) -> None:
     run = scored_run(tmp_path / "run", audited=TEXT_BYTES - 1)
     told = tool("pack", run, "--name", "N", "--records", tmp_path / "r", status=2)
-    assert f"counted {TEXT_BYTES} bytes of text, its data were audited with {TEXT_BYTES - 1}" in told
+    assert f"counted {TEXT_BYTES} bytes of text, but its data was audited with {TEXT_BYTES - 1}" in told
 
 
 @pytest.mark.usefixtures("official")
@@ -140,9 +140,10 @@ def test_a_claim_to_the_official_set_has_its_counts(tmp_path: Path, monkeypatch:
     set_official(monkeypatch, sp8192={"targets": None, "bytes": TEXT_BYTES})  # a count that is not known
     assert not findings(folder)
     set_official(monkeypatch, sp8192={"targets": None, "bytes": None, "documents": DOCUMENTS + 1})
-    assert findings(folder)[0] == "C1 nats_roundtrip_seed1.bin has 50 documents, that validation set has 51"
+    told = "C1 nats_roundtrip_seed1.bin has 50 documents, but that validation set has 51"
+    assert findings(folder)[0] == told
     set_official(monkeypatch)
-    assert any("know no validation set of that name" in found for found in findings(folder, Level.WARN))
+    assert any("do not know a validation set of that name" in found for found in findings(folder, Level.WARN))
     # Log and summary say the same.
     log = folder / "train_seed1.log"
     log.write_text(log.read_text().replace("validation: official (sp8192)", "validation: your own"))
@@ -156,9 +157,9 @@ def test_a_record_of_the_challenge_is_scored_on_its_text(tmp_path: Path, tool: T
     run = scored_run(tmp_path / "own", **options)
     told = tool("pack", run, *who, "--name", "N", "--records", tmp_path / "r", "--track", "track_10min_16mb",
                 status=2)  # fmt: skip
-    assert "scored on a text of your own" in told
+    assert "scored on your own validation set" in told
     assert "track_8xh100_10min_16mb" in tool("pack", run, *who, "--name", "N", "--records", tmp_path / "r")
-    own = "C1 it was scored on a text of your own, not on the challenge's validation set"
+    own = "C1 it was scored on your own validation set, not on the challenge's"
     folder = as_record(pack(tmp_path / "a", [scored_run(tmp_path / "own2", **options)]))
     assert own in findings(folder)
     folder = as_record(pack(tmp_path / "b", [scored_run(tmp_path / "theirs", scored_on=OFFICIAL, **options)]))

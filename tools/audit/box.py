@@ -163,7 +163,7 @@ class Box:
         self, settings: Mapping[str, str], data: Path, tokens: np.ndarray, ranks: int = 1,
         by_clock: clock.Clock | None = None,
     ) -> Run:  # fmt: skip
-        """A run of `main` on a data set by so many ranks."""
+        """A run of `main` on a dataset by that many ranks."""
         name = self._next_name()
         environment = {"TOKENIZER_PATH": str(data / "tokenizer.model"), **settings}
         # All settings are given: no file, and none that a shipped script has in its wrapper.

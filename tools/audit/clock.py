@@ -30,7 +30,7 @@ class Clock:
     jump: float = 0.0
 
     def at(self, reads: int, passes: int) -> float:
-        """Seconds after so many reads and backward passes."""
+        """Seconds after that many reads and backward passes."""
         return self.tick * (reads + self.learning * passes) + self.jump * (0 < self.jump_at <= reads)
 
 

@@ -83,7 +83,7 @@ def within_limit(run: Run) -> None:
     limit = int(run.summary["config"]["ARTIFACT_BYTES_MAX"])
     told = [*SIZES.findall(run.log), run.summary["code"]["bytes_wrapped"], run.summary["artifact"]["bytes"]]
     if list(map(int, told)) != [code, code + weights, code, weights] or code + weights > limit:
-        raise Broken("size", f"told {told}, files have {code} and {weights} bytes, of {limit}")
+        raise Broken("size", f"reported {told}, files have {code} and {weights} bytes, of {limit}")
 
 
 def blind(first: Run, second: Run, token: int, tolerance: float = BIT_BY_BIT) -> None:
@@ -134,7 +134,7 @@ SLACK = 40  # reads, between what a script times and the lines about it
 
 
 def same_seconds(run: Run) -> None:
-    """Each figure of seconds is what the auditor's clock says: a phase lies between two lines of the log."""
+    """Each time is what the auditor's clock says: a phase is between two lines of the log."""
     ended(run)
     if [line for *_, line in run.stamps] != run.log.splitlines():
         raise Broken("clock", "the log has other lines than were printed")
@@ -165,5 +165,6 @@ def limits_told(run: Run) -> dict[str, tuple[float, bool]]:
         value, kept = found.get(name, (math.nan, False))
         right = not limit["limit"] or limit["value"] <= limit["limit"]
         if not math.isclose(value, limit["value"], rel_tol=1e-9) or {kept, limit["ok"]} != {right}:
-            raise Broken("limits", f"{name}: {limit['value']:g} of {limit['limit']:g}, told as kept: {kept}")
+            shown = f"{limit['value']:g} of {limit['limit']:g}"
+            raise Broken("limits", f"{name}: {shown}, reported as kept: {kept}")
     return found

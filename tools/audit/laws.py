@@ -148,7 +148,7 @@ def endings(lab: Lab) -> Iterator[str]:
     yield from blind_to_endings(lab, lab.worlds.long().tokens, (339,))
 
 
-@law("no document has a say in a later one, unless the weights learn from the text in order")
+@law("no document affects a later one, unless the weights learn from the text in order")
 def documents(lab: Lab) -> Iterator[str]:
     if lab.settings.get("DOC_MASK") == "0":
         return
@@ -297,7 +297,7 @@ def warm_up(lab: Lab) -> Iterator[str]:
     yield "warm-up, rehearsal and prefetch leave the artifact as it was"
 
 
-@law("nor in many steps, which read all shards again and again", ("documents",))
+@law("not even after many steps, which read all shards again and again", ("documents",))
 def many_steps(lab: Lab) -> Iterator[str]:
     many = {**AMPLE, "ITERATIONS": "120", "VAL_LOSS_EVERY": "40"}
     easy = lab.worlds.several("easy", lab.worlds.train[:400])
@@ -336,24 +336,24 @@ def wrapped_as_it_is(lab: Lab, run: Run) -> None:
     """The run keeps its source, and ships the same program."""
     source = lab.box.script.read_bytes()
     if run.path("train_gpt.py").read_bytes() != source:
-        raise Broken("program", "the run keeps another script than it was")
+        raise Broken("program", "the script that the run kept is not the one that ran")
     shipped = run.path("train_gpt.shipped.py").read_bytes().decode("latin-1")
     if not same_program(unwrap(shipped) or shipped, source.decode()):
         raise Broken("program", "what is shipped is another program than its source")
 
 
 # ======================================================================================================
-# RANKS, COMPILED CODE AND CLOCKS HAVE NO SAY
+# RANKS, COMPILED CODE AND CLOCKS CHANGE NO SCORE
 # ======================================================================================================
 
 
-@law("several ranks, and code in the form that is compiled, give the scores of one")
+@law("several ranks, and compiled code, give the scores of one rank")
 def ranks(lab: Lab) -> Iterator[str]:
     ids = lab.worlds.short().tokens
     small = {"TTT_LR": "0.03", "VAL_BATCH_SIZE": "256"}
     first = lab.ask(ids, small)
-    same.same_nats(first, lab.ask(ids, {**small, "COMPILE": "1"}), "the form that is compiled", same.LEARNED)
-    yield "the form that is compiled scores what the plain one does"
+    same.same_nats(first, lab.ask(ids, {**small, "COMPILE": "1"}), "compiled code", same.LEARNED)
+    yield "compiled code scores what plain code does"
     world = lab.worlds.short()
     for number in RANKS:
         run = lab.ask(ids, small, number)
@@ -395,15 +395,15 @@ def clock_of_training(lab: Lab) -> Iterator[str]:
     seconds, kept = same.limits_told(run)["train_seconds"]
     if not kept or run.summary["steps"] < 10:
         raise Broken("clock", f"{run.summary['steps']} steps in {seconds:.0f} s of {LIMIT:.0f}")
-    yield f"{run.summary['steps']} steps end within {LIMIT:.0f} s; all figures of seconds are the auditor's"
+    yield f"{run.summary['steps']} steps end within {LIMIT:.0f} s; all times agree with the auditor's clock"
     late = Clock(jump_at=read_between(run, "step:5/", "step:6/"), jump=LONG)
     stopped = lab.train(world, by_time, by_clock=late)
     same.counted_once(stopped, world)
     seconds, kept = same.limits_told(stopped)["train_seconds"]
     if kept or seconds < LONG or stopped.summary["steps"] > 7:
-        taken = f"{stopped.summary['steps']} steps are taken in {seconds:.0f} s, told as kept: {kept}"
+        taken = f"{stopped.summary['steps']} steps are taken in {seconds:.0f} s, reported as kept: {kept}"
         raise Broken("clock", f"{LONG:.0f} s of {LIMIT:.0f} are over in step 6, and {taken}")
-    yield "a step that takes too long is the last, and the limit is told as exceeded"
+    yield "a step that takes too long is the last, and the limit is reported as exceeded"
 
 
 @law("a score learns less when its time is over, by the clock alone", ("sgd", "documents"))
@@ -424,7 +424,7 @@ def clock_of_scores(lab: Lab) -> Iterator[str]:
     if np.array_equal(first.nats[label], ample.nats[label]):
         if kept:
             raise Broken("clock", f"{label}: needs {needed:.0f} s, and with {SHARE:.0%} of it learns as much")
-        yield f"{label}: it knows no limit of time, and says so"
+        yield f"{label}: it has no time limit, and says so"
         return
     yield f"{label}: with {SHARE:.0%} of its time it learns less"
     for place in (64, 35):
@@ -441,8 +441,8 @@ def clock_of_scores(lab: Lab) -> Iterator[str]:
     late = Clock(jump_at=read_between(ample, "phase:reload", f"phase:eval_{label}"), jump=LONG)
     seconds, kept = same.limits_told(lab.ask(ids, short, 1, late, bare))["eval_seconds"]
     if kept or seconds < LONG:
-        raise Broken("clock", f"{label}: takes {LONG:.0f} s more, told are {seconds:.0f}, as kept: {kept}")
-    yield "a limit that is exceeded is told so"
+        raise Broken("clock", f"{label}: takes {LONG:.0f} s more; reported: {seconds:.0f}, kept: {kept}")
+    yield "an exceeded limit is reported as exceeded"
 
 
 def copied(lab: Lab, name: str, *files: Path) -> Path:

@@ -174,7 +174,7 @@ def experiments(
         sizes = np.cumsum(np.diff(begins)[order])
         wanted = DOCUMENTS if exact else int(np.searchsorted(sizes, TOKENS)) + 1
         if begins[-1] <= 2 * TOKENS:
-            wanted = len(order)  # all: then the same stand side by side, and rounding is the same
+            wanted = len(order)  # all: then the same are batched together, and rounding is the same
     chosen = np.sort(order[:wanted])
     for question in again.questions(labels, chosen.tolist()):
         yield from again.answers(question, exact)
@@ -293,7 +293,7 @@ class Again:
         return Text(original.tokens[index], None if counts is None else counts[index], place_of)
 
     def in_their_windows(self, numbers: Sequence[int]) -> Text:
-        """Documents with what stands before them: each has the windows that it had in the whole text."""
+        """Documents with what comes before them: each has the windows that it had in the whole text."""
         original = self.original
         parts, place_of, at = [], {}, 0
         step = math.lcm(original.context, original.length("EVAL_STRIDE") or original.context)
@@ -401,13 +401,13 @@ class Again:
         return Text(ids, counts, text.place_of), places
 
     def probabilities(self, chosen: np.ndarray) -> Iterator[tuple[str, str]]:
-        """Behind some beginnings of documents every piece in turn, each in a document of its own."""
+        """After some beginnings of documents every piece in turn, each in a document of its own."""
         original = self.original
         if original.settings.get("DOC_MASK") == "0":
             return  # a document sees those before it
         pieces = original.pieces.vocab_size()
         spelled = spelled_bytes(original.pieces)
-        # A run checks that its text is text, and ends at a window, so that no later document lies in two.
+        # A run checks that its text is text, and ends at a window, so that no later document is in two.
         ordinary = original.tokens[: int(original.begins[np.searchsorted(original.begins, CHECKED_IDS)])]
         ordinary = np.append(ordinary, np.full(-len(ordinary) % original.context, BOS_ID))
         more = {"COMPUTE_DTYPE": "float32"}  # in which a thousandth of a score shows

@@ -1,7 +1,7 @@
 """The branches of a script that no run of an audit has taken: an audit says nothing about them.
 
 The script is compiled with a mark before every function, branch, conditional expression, operand and handler,
-and each mark notes that it was passed. What counts lies on the path of a score: functions that can be reached
+and each mark notes that it was passed. What counts is on the path of a score: functions that can be reached
 from ROOTS by the names in their text. A branch that ends in an error leaves no score, and counts for nothing.
 """
 

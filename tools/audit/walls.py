@@ -1,6 +1,6 @@
 """Walls around the process of a script: one folder to write to, no network, no home, no other process.
 
-Everything else that the system has is read-only there. Two namespaces stand one inside the other: what the
+Everything else that the system has is read-only there. One namespace is inside another: what the
 outer one mounts the inner one cannot take away, even as its root.
 """
 
@@ -23,8 +23,9 @@ from tools import REPO
 OUTER = ["unshare", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--fork", "--kill-child",
          "--mount-proc", "--"]  # fmt: skip
 INNER = ["unshare", "--map-root-user", "--mount", "--"]
-NONE = ("WITHOUT WALLS: this system starts no user namespaces, so the script could read and write what you"
-        " can, and reach the network; run it on Linux with user namespaces, or where nothing of yours is")
+NONE = ("WITHOUT WALLS: this system has no user namespaces, so the script could read and write what you"
+        " can, and reach the network; run it on Linux with user namespaces, or on a machine that holds"
+        " nothing of yours")
 # Places that are empty inside: those of sockets, of shared memory, and where everybody may write.
 EMPTY = ("/tmp", "/var/tmp", "/run", "/var/run", "/dev/shm")
 # Of /proc, where a process as root could change the system.
@@ -47,7 +48,7 @@ def environment(home: Path, threads: int = 1) -> dict[str, str]:
 def around(writable: Path, readable: Sequence[Path], hidden: Sequence[Path] = ()) -> tuple[list[str], str]:
     """What starts a process behind walls, and what these are, in words. An empty list: there are none.
 
-    readable: files and folders that it needs although they lie where all is hidden. hidden: what else is.
+    readable: files and folders that it needs although they are where all is hidden. hidden: what else is.
     """
     python = [Path(path) for path in (*sys.path, sys.prefix, sys.base_prefix, sys.executable) if path]
     wanted = {form for path in (*python, REPO, *readable) for form in (path.absolute(), path.resolve())}
@@ -89,7 +90,7 @@ def build(writable: Path, kept: Sequence[Path], hidden: Sequence[Path]) -> None:
     empty = [Path(place) for place in EMPTY if Path(place).is_dir() and not Path(place).is_symlink()]
     hidden = [*hidden, *empty]
     for place in hidden:
-        place.mkdir(parents=True, exist_ok=True)  # it may lie in one that is hidden by now
+        place.mkdir(parents=True, exist_ok=True)  # it may be in one that is hidden by now
         mount("none", place, "tmpfs")
     for path, descriptor in opened:
         if path != writable and not any(path.is_relative_to(place) for place in hidden):

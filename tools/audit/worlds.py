@@ -169,7 +169,7 @@ class Worlds:
         return write(self.folder / name, ids, model, [self.train], counts)
 
     def cased(self, with_sidecar: bool) -> World:
-        """Words whose capitals are written as a mark and a small letter; the marks are no text."""
+        """Words whose capitals are written as a mark and a small letter; the marks are not text."""
         texts = [f" {CASE_MARK}".join(text.split()) for text in words(6, 4, 60)]
         model = tokenizer(texts, "bpe", 320, byte_fallback=True, user_defined_symbols=[CASE_MARK])
         pieces = sentencepiece.SentencePieceProcessor(model_proto=model)

@@ -44,7 +44,7 @@ class StepTime:
 
 
 def points(samples: Sequence[Sample], axis: str) -> list[tuple[float, float]]:
-    """(place on the axis, value) of the samples that are known to stand there."""
+    """(place on the axis, value) of the samples whose place is known."""
     found = []
     for sample in samples:
         x = sample.at(axis)
@@ -54,7 +54,7 @@ def points(samples: Sequence[Sample], axis: str) -> list[tuple[float, float]]:
 
 
 def smoothed(samples: Sequence[Sample]) -> list[Sample]:
-    """Each sample as the mean of itself and its neighbours, as many before as after.
+    """Each sample as the mean of itself and its neighbors, as many before as after.
 
     At the beginning, where losses fall steeply, it is of fewer; at the end those after it are missing. A loss
     that is not finite is left out.

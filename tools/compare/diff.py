@@ -1,7 +1,7 @@
 """`diff BASE NEW`: scores, settings, code, metrics, losses; runs and folders alike.
 
 A difference is new − base: negative is better. Its p is two-sided, of a paired t-test where both sides have
-the same seeds, else of Welch's. The challenge's one-sided rule for records stands on lines of its own.
+the same seeds, else of Welch's. The challenge's one-sided rule for records has lines of its own.
 
 It names what else makes two runs hard to compare: dtype, device, threads, torch, number of ranks.
 `plot BASE NEW` draws the curves of both.
@@ -119,7 +119,7 @@ def unlike_conditions(base: Group, new: Group) -> str:
             told.append(f"{name} {', '.join(sorted(of_base))} against {', '.join(sorted(of_new))}")
     if not told:
         return ""
-    return f"They ran under unlike conditions, so part of the change may be theirs: {'; '.join(told)}."
+    return f"They ran under different conditions, which may explain part of the change: {'; '.join(told)}."
 
 
 def about_validation(base: Group, new: Group) -> str:
@@ -131,7 +131,8 @@ def about_validation(base: Group, new: Group) -> str:
     if of_base == of_new:
         return f"Validation set of both: {', '.join(sorted(of_base))}."
     sides = f"{', '.join(sorted(of_base))} against {', '.join(sorted(of_new))}"
-    return f"Warning: they were scored on different validation sets, {sides}: their scores show no gain."
+    told = "their scores cannot be compared"
+    return f"Warning: they were scored on different validation sets, {sides}: {told}."
 
 
 def validation_sets(group: Group) -> set[str]:
@@ -197,7 +198,7 @@ METRICS: tuple[Metric, ...] = (
     ("ms per step", lambda run: run.log.step_ms, ".3f"),
     ("train seconds", lambda run: run.log.train_seconds, ".2f"),
     ("eval seconds", lambda run: run.score.eval_seconds if run.score else None, ".1f"),
-    ("eval from the artifact on",
+    ("eval seconds from artifact",
      lambda run: run.log.eval_clocks.from_artifact_seconds if run.log.eval_clocks else None, ".1f"),
     ("model bytes", lambda run: run.log.model_bytes.bytes if run.log.model_bytes else None, ",.0f"),
 )
@@ -279,7 +280,7 @@ def sentence(found: Sides) -> str:
     if comparison is None:
         why = "one has no score"
         if texts := different_texts(found.base.runs, found.new.runs):
-            why = f"they have scored different texts ({texts})"
+            why = f"they scored different texts ({texts})"
         return f"{new} cannot be compared with {base}: {why}. {_last_common_loss(found)}{differ}"
     change = comparison.difference.difference
     if change == 0:
@@ -312,9 +313,9 @@ def _without_test_time(found: Sides) -> str:
         return ""
     before = [stage for stage in STAGES[:-1] if stage in changes]
     if not before:
-        return f" with another test-time training ({', '.join(ttt)}); no log has a score before it"
+        return f" with different test-time training ({', '.join(ttt)}); no log has a score before it"
     without = _better_by(changes[before[-1]])
-    return f" with another test-time training ({', '.join(ttt)}), and {without} before it ({before[-1]})"
+    return f" with different test-time training ({', '.join(ttt)}), and {without} before it ({before[-1]})"
 
 
 def _scores_compared(found: Sides) -> str:
@@ -323,7 +324,7 @@ def _scores_compared(found: Sides) -> str:
     of_new = {run.score.rank for run in found.new.runs if run.score}
     if of_base == of_new:
         return f"Score: {labels(found.new)}."
-    kinds = f"But that is {labels(found.new)} against {labels(found.base)}, two kinds of score"
+    kinds = f"But that compares {labels(found.new)} with {labels(found.base)}, two kinds of score"
     alike = [f"{stage} {change:+.6f}" for stage, change in stage_changes(found).items()]
     return f"{kinds} (of the same kind: {', '.join(alike)})." if alike else f"{kinds}."
 
@@ -331,7 +332,7 @@ def _scores_compared(found: Sides) -> str:
 def _significance(change: Difference) -> str:
     """Whether a two-sided test shows the difference."""
     if change.p is None:
-        alike = "The differences of all seeds are alike, so there is no p."
+        alike = "All seeds differ by the same amount, so there is no p."
         return f"That {change.in_words()}." if change.interval is None else alike
     verdict = "That is significant" if change.p < SIGNIFICANT_P else "That is not significant"
     return f"{verdict} ({p_text(change.p)}, {change.test_in_words})."
@@ -380,7 +381,7 @@ def may_be_records(found: Sides) -> bool:
 
 def _standard(name: str, test: RecordTest | None, level: float, met: bool) -> str:
     if test is None:
-        return f"  {name}: no test, which takes two seeds a side, of one tokenizer for the margin"
+        return f"  {name}: no test: it takes two seeds per side, and one tokenizer for the margin"
     outcome = "meets" if met else "misses"
     return f"  {name}: {p_text(test.p)} (t = {test.t:.3f}, df = {test.df:.2f}); {outcome} p < {level}"
 

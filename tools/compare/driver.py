@@ -1,6 +1,6 @@
 """One run of a row with a seed: started, resumed or skipped, whatever was there before.
 
-A run stands in FOLDER/ROW-seedSEED. Nothing is overwritten: a run that cannot be resumed moves to
+A run is in FOLDER/ROW-seedSEED. Nothing is overwritten: a run that cannot be resumed moves to
 FOLDER/stopped. A run with other settings than the row has now is refused.
 """
 
@@ -37,7 +37,7 @@ LIBRARIES = {
 
 
 def directory_of(folder: Path, row: str, seed: str) -> Path:
-    """Where the run of a row stands."""
+    """The directory of a row's run."""
     return folder / f"{row}-seed{seed}"
 
 
@@ -64,12 +64,12 @@ def run_once(row: Row, seed: str, folder: Path, quiet: bool = False) -> str:
         if exit_status != 0 or not is_finished(directory):
             return f"{directory} ended with exit status {exit_status}"
     over = overview.failed_limits(required_object(directory / SUMMARY))
-    return f"{directory} did not keep its limits: {', '.join(over)}" if over else ""
+    return f"{directory} exceeded its limits: {', '.join(over)}" if over else ""
 
 
 @contextlib.contextmanager
 def locked(folder: Path, name: str) -> Iterator[None]:
-    """Keep others from running the same rows; a run that a killed driver left behind does so, too."""
+    """Keep others from running the same rows; so does a run that a killed driver left behind."""
     folder.mkdir(parents=True, exist_ok=True)
     with exclusive(folder / f".{name}.lock") as descriptor:
         os.set_inheritable(descriptor, True)
@@ -124,7 +124,8 @@ def keep_aside(directory: Path) -> None:
     number = len(list(stopped.iterdir())) + 1
     aside = stopped / f"{directory.name}.{number}"
     directory.rename(aside)
-    print(f"{directory.name} had no checkpoint: it is kept as {aside}, and begins anew", file=sys.stderr)
+    told = f"{directory.name} had no checkpoint: it is kept as {aside}, and the run starts over"
+    print(told, file=sys.stderr)
 
 
 def scores_of(directory: Path) -> dict[str, float]:

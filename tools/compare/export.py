@@ -2,8 +2,7 @@
 
 TensorBoard gets a folder of event files in each run, wandb an offline run that `wandb sync` uploads: losses,
 scores, learning rate, milliseconds per step and tokens per second. `--weights` writes the weights of the
-artifact, as scores read them, into model.safetensors. Each needs its package, which requirements.txt does not
-name.
+artifact, as scores read them, into model.safetensors. Each needs a package of its own.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         folder = (args.out / path.resolve().name if args.out else path) / args.to
         for place in (folder, folder / args.to):  # wandb makes one in the other
             if place.is_symlink():  # the run may be somebody else's
-                raise RecordError(f"{place} is a link, and is not followed; name another place with --out")
+                raise RecordError(f"{place} is a link, which is not followed; name another place with --out")
         write(module, folder, steps, directory, args.project)
         print(f"{path_of(folder)}: {len(steps)} steps of {path_of(path)}")
     return 0

@@ -1,4 +1,4 @@
-"""What tries leave behind: how far pairs scatter on this machine, and the verdicts of a day."""
+"""What tries leave behind: the spread of pairs on this machine, and the verdicts of a day."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class Spread:
         return ((squares / (pairs - tries)) ** 0.5, pairs) if squares else None
 
     def in_words(self) -> str:
-        """The smallest difference that so many pairs can show; or that the first pairs will measure it."""
+        """The smallest difference that N pairs can show; or that the first pairs will measure it."""
         known = self.pooled()
         if known is None:
             return ("what this budget can resolve on this machine is not known yet: the first pairs will "
-                    "measure how far they scatter")  # fmt: skip
+                    "measure the spread")  # fmt: skip
         spread, pairs = known
         sizes = ", ".join(f"{count} pairs {size:.4f}" for count, size in resolution(spread).items())
-        return (f"differences scatter by {spread:.4f} here ({pairs} earlier pairs), so the smallest mean "
-                f"difference that can be shown is: {sizes}")  # fmt: skip
+        return (f"differences have a standard deviation of {spread:.4f} here ({pairs} earlier pairs), so the "
+                f"smallest mean difference that can be shown is: {sizes}")  # fmt: skip
 
     def add(self, name: str, differences: Sequence[float]) -> None:
-        """Keep the differences of a try, in the place of those that it had."""
+        """Keep the differences of a try, and replace those that it had."""
         self._here["tries"][name] = list(differences)
         if self._here not in self._entries:
             self._entries.append(self._here)

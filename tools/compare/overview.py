@@ -1,8 +1,8 @@
 """`runs [FOLDER …]`: one table of many runs, finished or not, from their summaries and logs.
 
 A row has the score that counts in bits per byte, those of the stages before it, steps, milliseconds per step,
-bytes, how the run stands, and the settings that differ between the rows. Settings that do not fit into 120
-columns stand below the table.
+bytes, the state of the run, and the settings that differ between the rows. Settings that do not fit into 120
+columns are listed below the table.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [row for row in rows if wanted.items() <= {**row.settings, "SEED": row.seed}.items()]
     if not rows:
         places = ", ".join(map(str, args.folders))
-        raise RecordError(f"{places}: no run that fits; expected directories with a {LOG}")
+        raise RecordError(f"{places}: no matching run; expected directories with a {LOG}")
     rows.sort(key=lambda row: sort_key(row, args.sort))
     if args.json:
         print_json([as_json(row) for row in rows])

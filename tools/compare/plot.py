@@ -198,7 +198,7 @@ def panels(groups: Sequence[Group], everything: bool = False) -> list[list[Panel
     rows = [row for row in rows if row]
     if not rows:
         name = runs[0].run.name
-        raise RecordError(f"{name}: the log has no losses and no scores of training: nothing to draw")
+        raise RecordError(f"{name}: the log has neither losses nor scores of training: nothing to draw")
     return rows
 
 
@@ -255,7 +255,7 @@ def _label(axes: Axes, title: str, axis: str, unit: str) -> None:
 
 
 def _draw_loss(axes: Axes, runs: Sequence[Colored], axis: str, late: bool = False) -> None:
-    """Training loss smoothed, each logged step behind it, validation on the way, and the final scores."""
+    """Smoothed training loss over its logged steps, validations, and the final scores."""
     validated = False
     is_single = len(runs) == 1
     heights: list[float] = []  # of all that must be seen
@@ -295,7 +295,7 @@ def _draw_loss(axes: Axes, runs: Sequence[Colored], axis: str, late: bool = Fals
 
 
 def _draw_scores(axes: Axes, found: Run, color: str, axis: str) -> list[float]:
-    """The final scores as ticks behind the end of the curve, at their nats per token. Returns these."""
+    """The final scores as ticks after the end of the curve, at their nats per token. Returns these."""
     end = max(_places(found, axis), default=0.0)
     heights = []
     for final in final_scores(found):
@@ -307,13 +307,13 @@ def _draw_scores(axes: Axes, found: Run, color: str, axis: str) -> list[float]:
 
 
 def _places(found: Run, axis: str) -> list[float]:
-    """Where the losses of a run stand on this axis."""
+    """Where the losses of a run are on this axis."""
     samples = (*curves.train_loss(found), *curves.validation_loss(found))
     return [place for sample in samples if (place := sample.at(axis)) is not None]
 
 
 def _name_scores(axes: Axes, finals: Sequence[Final]) -> None:
-    """The final scores in words, behind the right edge at their heights; moved apart where two are close."""
+    """The final scores in words, right of the edge at their heights; moved apart where two are close."""
     low, high = axes.get_ylim()
     apart = TEXT_SHARE * (high - low)
     in_order = sorted(finals, key=lambda final: -final.loss)

@@ -29,7 +29,7 @@ class Row:
     """Settings that are trained with each seed; or another way to score the artifacts of such a row."""
 
     name: str
-    settings: dict[str, str]  # those of the shell too, which lie beneath the row's own
+    settings: dict[str, str]  # those of the shell too, which the row's own override
     start: list[str]  # the command, whose last word is the script
     script: Path | None = None  # a version of train_gpt.py that is not this repository's
     of: str = ""  # the row whose artifacts it scores; empty: it trains its own
@@ -58,7 +58,7 @@ def config_class(script: Path | None) -> Any:
     # One that is not ours is not executed.
     if "\nclass Config(" not in script.read_text(encoding="utf-8", errors="replace"):
         raise RecordError(f"{script} has no class Config, so it is not a version of this repository's "
-                          "train_gpt.py; benchmarks/beside.py runs scripts of others")  # fmt: skip
+                          "train_gpt.py; benchmarks/beside.py runs other people's scripts")  # fmt: skip
     try:
         return load_script(script).Config
     except Exception as error:  # whatever that version raises
@@ -95,7 +95,7 @@ def read_sweep(path: Path, environ: Mapping[str, str] = os.environ) -> Sweep:
 
 
 def read_lines(path: Path) -> dict[str, list[str]]:
-    """The words behind each name of the file, in its order."""
+    """The words after each name of the file, in its order."""
     try:
         lines = exact_text(path.read_bytes()).splitlines()
     except (OSError, ValueError) as error:
@@ -109,7 +109,7 @@ def read_lines(path: Path) -> dict[str, list[str]]:
             continue
         match = LINE.fullmatch(line.strip())
         if match is None or match[1] in found:
-            what = "a name that is there already" if match else "not NAME: SETTING=VALUE …"
+            what = "a name that is already taken" if match else "not NAME: SETTING=VALUE …"
             raise RecordError(f"{path} line {number}: {line.strip()!r} is {what}")
         try:
             found[match[1]] = shlex.split(match[2])
@@ -129,14 +129,14 @@ def settings_of_shell(environ: Mapping[str, str], script: Path | None = None) ->
 def pairs(place: str, words: Sequence[str]) -> dict[str, str]:
     """The words NAME=VALUE of a line. RecordError for another word, or a variable that the driver sets.
 
-    place: where they stand, for the message.
+    place: where they are, for the message.
     """
     found = {}
     for word in words:
         variable, equals, value = word.partition("=")
         if not equals or variable in SET_BY_THE_DRIVER:
             raise RecordError(f"{place}: {word!r} is not SETTING=VALUE, or is set for each run by itself; "
-                              "seeds stand in the line `seeds:` of a sweep")  # fmt: skip
+                              "a sweep lists seeds in its line `seeds:`")  # fmt: skip
         found[variable] = value
     return found
 

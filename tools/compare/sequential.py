@@ -35,7 +35,7 @@ class Verdict:
 
 
 def half_widths(spread: float, pairs: Sequence[int]) -> np.ndarray:
-    """Half of a look's interval after so many pairs; spread: the standard deviation of the differences."""
+    """Half of a look's interval after that many pairs; spread: the standard deviation of the differences."""
     from scipy import special  # here, as it is slow to import
 
     counts = np.asarray(pairs)
@@ -57,7 +57,7 @@ def verdict(differences: Sequence[float], useful: float) -> Verdict:
     width = float(half_widths(spread, [pairs])[0])
     interval = (centre - width, centre + width)
     if interval[0] > 0:
-        return Verdict(DROP, "it does harm", interval)
+        return Verdict(DROP, "it hurts", interval)
     if interval[0] > -useful:
         return Verdict(DROP, f"a gain of {useful:g}, the smallest useful one, is excluded", interval)
     if interval[1] < 0:

@@ -10,14 +10,14 @@
 
 A line is a name and settings, and goes on after a backslash at its end. The first row is the base of the
 comparison. `seeds` and `all` hold for every row. `start: torchrun --standalone --nproc_per_node=8
-train_gpt.py` is how a run starts, by default `python train_gpt.py`. `script=PATH` takes another version of
-train_gpt.py in the place of that command's last word. `of=ROW` trains nothing: it scores the artifact of that
-row and seed again, with its settings and the ones given. Settings of the shell reach every row, beneath its
-own.
+train_gpt.py` is how a run starts, by default `python train_gpt.py`. `script=PATH` replaces the last word of
+that command with another version of train_gpt.py. `of=ROW` trains nothing: it scores the artifact of that row
+and seed again, with its settings and the ones given. Settings of the shell reach every row, unless the row
+has its own.
 
-The runs stand in runs/FILE/ROW-seedS. Started again, the sweep skips what is finished and resumes what has a
-checkpoint. A run that has none begins anew; its old directory moves to runs/FILE/stopped. A run that fails,
-or that does not keep a limit, ends the sweep.
+The runs are in runs/FILE/ROW-seedS. Started again, the sweep skips what is finished and resumes what has a
+checkpoint. A run that has none starts over, and its old directory moves to runs/FILE/stopped. A run that
+fails or exceeds a limit ends the sweep.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         with locked(folder, sweep.name):
             failed = run_all(sweep, folder)
         if failed:
-            print(f"tools sweep: {failed}; the runs behind it were not started", file=sys.stderr)
+            print(f"tools sweep: {failed}; the runs after it were not started", file=sys.stderr)
             return 1
     directories = [directory_of(folder, row, seed) for row in sweep.rows for seed in sweep.seeds]
     begun = [path for path in directories if (path / LOG).is_file()]

@@ -10,12 +10,12 @@ negative is better), and stops once they show something; the level of a look all
 last line begins with
 
     keep        it gains: the interval is below zero
-    drop        it does harm, or a useful gain (--useful) is excluded
+    drop        it hurts, or a useful gain (--useful) is excluded
     undecided   about N more seeds would decide
 
-and the exit status is 0, 1 or 3. It is 2 where there is nothing to compare, or a run failed. Scoring code,
+and the exit status is 0, 1 or 3. It is 2 if there is nothing to compare or a run failed. Scoring code,
 data and budget must be the same on both sides. Started again, a try goes on where it was; --seeds may be
-larger then. Its runs stand in runs/try/NAME, with both scripts as they were when it began. runs/try/log.jsonl
+larger then. Its runs are in runs/try/NAME, with both scripts as they were when it began. runs/try/log.jsonl
 has a line for each verdict.
 """
 
@@ -94,8 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--script", type=Path, default=SCRIPT, help="your script (default: train_gpt.py)")
     parser.add_argument("--config", type=Path, metavar="FILE",
                         help="the budget: settings of both sides (default: configs/cpu_try.env)")  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=8, metavar="N",
-                        help=f"pairs at most, of {MOST_PAIRS} that the rule allows (default: 8)")  # fmt: skip
+    parser.add_argument(
+        "--seeds", type=int, default=8, metavar="N", help=f"pairs at most, up to {MOST_PAIRS} (default: 8)"
+    )
     parser.add_argument("--equal", choices=("steps", "seconds"), default="steps",
                         help="what both sides get: the budget's ITERATIONS, or its "
                         "MAX_WALLCLOCK_SECONDS")  # fmt: skip
@@ -111,7 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not 1 <= args.seeds <= MOST_PAIRS:
-        raise RecordError(f"--seeds {args.seeds}: expected 1 to {MOST_PAIRS}, as the rule has no more looks")
+        raise RecordError(
+            f"--seeds {args.seeds}: expected 1 to {MOST_PAIRS}, the most that the stopping rule allows"
+        )
     if not args.useful >= 0:
         raise RecordError(f"--useful {args.useful:g}: expected a gain in bits per byte, 0 or more")
     changes = changes_of(args.changes)
@@ -144,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{table(pairs)}\n")
     for remark in remarks(pairs, folder, outcome, args.equal):
         print(remark)
-    print(f"tries with a verdict today: {history.tries_of_today(args.runs)}; of those whose change does "
+    print(f"tries with a verdict today: {history.tries_of_today(args.runs)}; of changes that do "
           "nothing, at most one in 20 is misjudged")  # fmt: skip
     print(last_line(pairs, outcome))
     return EXIT[outcome.word]
@@ -199,8 +202,10 @@ def refuse_unlike(base: Row, new: Row) -> None:
     assert base.script is not None and new.script is not None
     changed = judge.scoring_changes(base.script, new.script)
     if changed:
-        raise RecordError(f"the scoring code differs between the sides: {', '.join(changed)}. try compares "
-                          "only what the same code scores; undo that, or compare them by sweep")  # fmt: skip
+        raise RecordError(
+            f"the scoring code differs between the sides: {', '.join(changed)}. try compares only what the"
+            " same code scores; undo that, or compare them with sweep"
+        )
     try:
         configs = base.config("1"), new.config("1")
     except ValueError as error:  # a ConfigError, of whichever script
@@ -208,11 +213,13 @@ def refuse_unlike(base: Row, new: Row) -> None:
     changed = judge.setting_changes(*configs)
     if changed:
         raise RecordError(f"{'; '.join(changed)}: budget and scoring must be the same on both sides; set it "
-                          "for both by --config, or in the shell")  # fmt: skip
+                          "for both with --config, or in the shell")  # fmt: skip
     changed = judge.data_changes(*configs)
     if changed:
-        raise RecordError(f"the sides would be scored on other data, as {', '.join(changed)} differ; give "
-                          "both the same DATA_PATH and TOKENIZER_PATH")  # fmt: skip
+        raise RecordError(
+            f"the sides would be scored on different data, because {', '.join(changed)} differ; give both the"
+            " same DATA_PATH and TOKENIZER_PATH"
+        )
 
 
 def budget_in_words(row: Row, equal: str) -> str:
@@ -221,7 +228,7 @@ def budget_in_words(row: Row, equal: str) -> str:
     if equal == "steps":
         return f"{int(settings['ITERATIONS']):,} steps of {int(settings['TRAIN_BATCH_TOKENS']):,} tokens"
     seconds = float(settings["MAX_WALLCLOCK_SECONDS"])
-    return f"{seconds:g} s of training, in which other programs take steps away"
+    return f"{seconds:g} s of training; other programs on this machine cost steps"
 
 
 def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, useful: float) -> list[Pair]:
@@ -238,7 +245,7 @@ def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, use
         runs = [directory_of(folder, name, pair.seed) for pair in pairs for name in rows]
         unlike = judge.unlike_conditions(runs)
         if unlike:
-            raise RecordError(f"{folder}: its runs ran under unlike conditions ({unlike}); move it away")
+            raise RecordError(f"{folder}: its runs ran under different conditions ({unlike}); move it away")
         base_bpb, new_bpb = pair.base.scores[pair.stage], pair.new.scores[pair.stage]
         print(f"seed {seed}: base {base_bpb:.5f}, new {new_bpb:.5f}, difference {pair.difference:+.5f}",
               file=sys.stderr, flush=True)  # fmt: skip
@@ -288,7 +295,7 @@ def remarks(pairs: Sequence[Pair], folder: Path, outcome: Verdict, equal: str) -
             summaries = [required_object(directory_of(folder, name, pair.seed) / SUMMARY) for pair in pairs]
             streams.append([summary.get("stream_hash") for summary in summaries])
         if streams[0] != streams[1]:
-            lines.append("note: the sides read the training data in another order")
+            lines.append("note: the sides read the training data in different orders")
         steps = sorted({row.steps or 0 for pair in pairs for row in (pair.base, pair.new)})
         if len(steps) > 1:
             lines.append(f"note: the runs made {' and '.join(map(str, steps))} steps, not the same number")
@@ -299,7 +306,7 @@ def remarks(pairs: Sequence[Pair], folder: Path, outcome: Verdict, equal: str) -
 
 
 def last_line(pairs: Sequence[Pair], outcome: Verdict) -> str:
-    """The verdict with the numbers that it stands on."""
+    """The verdict with the numbers that it is based on."""
     change = of_pairs([pair.difference for pair in pairs])
     text = f"{outcome.word}: {outcome.why}; new − base {change.difference:+.5f} bits per byte"
     if change.interval is not None and change.p is not None:

@@ -16,7 +16,7 @@ while true; do
         [ -n "${EVERY:-}" ] || exit 1
     fi
     if [ -e runs/pod/ended ]; then
-        echo "fetch: all is here, with status $(cat runs/pod/ended): stop the machine"
+        echo "fetch: everything is here (exit status $(cat runs/pod/ended)): stop the machine"
         exit 0
     fi
     [ -n "${EVERY:-}" ] || exit 0

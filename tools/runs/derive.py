@@ -228,7 +228,7 @@ def proof_facts(report: Mapping[str, Any] | None, sha256: str) -> dict[str, Any]
     if report is None:
         return None
     if report.get("sha256") != sha256:
-        raise RecordError(f"the proof is of a script with sha256 {report.get('sha256')}, not of {sha256}")
+        raise RecordError(f"the proof is for a script with sha256 {report.get('sha256')}, not of {sha256}")
     if "findings" in report:
         return older_proof_facts(report)
     entries = report.get("passed")

@@ -1,4 +1,4 @@
-"""A records folder as it stands on disk: submission.json, logs by seed, the script, our own summaries."""
+"""A records folder as it is on disk: submission.json, logs by seed, the script, our own summaries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READABLE_SCRIPT = "train_gpt_readable.py"  # the source beside a wrapped script
 SCRIPTS = "scripts"  # beside the tracks: sources of wrapped scripts, each once, by their hash
 SHA256 = re.compile(r"[0-9a-f]{64}")
 PER_RUN_SETTINGS = {"SEED", "RUN_ID", "RUNS_DIR"}  # what may differ between the seeds of one record
-SETTINGS_OF_A_START = {"RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY"}  # stand in no config.env
+SETTINGS_OF_A_START = {"RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY"}  # are in no config.env
 BASELINE_DIFF = "baseline.diff"
 LOG_NAME = "train_seed{seed}.log"
 SUMMARY_NAME = "summary_seed{seed}.json"
@@ -344,7 +344,7 @@ class Folder:
         """The strongest scoring label that every seed's log has."""
         scored = 0
         ranks: dict[str, int] = {}  # of every label
-        having: Counter[str] = Counter()  # in how many logs a label stands
+        having: Counter[str] = Counter()  # how many logs have a label
         leading: Counter[str] = Counter()  # of how many logs it is the headline
         for run in self.seed_runs:
             if run.log.headline is None:
@@ -465,11 +465,11 @@ def read_json(path: Path) -> Any:
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a JSON file; of a key that stands twice, readers would not agree which value holds."""
+    """An object of a JSON file; of a key that is there twice, readers would not agree which value holds."""
     value = dict(pairs)
     if len(value) < len(pairs):
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        raise ValueError(f"`{twice[0]}` stands there twice")
+        raise ValueError(f"`{twice[0]}` is there twice")
     return value
 
 

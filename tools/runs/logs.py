@@ -8,7 +8,7 @@ torchrun, srun, Docker and Python's logging put a rank, a time, a level or a nam
 taken off first, so every tool that reads a log through `read_log` sees the line that the script printed.
 
 A log may come from anybody: reading is bounded in bytes and lines, and no expression here takes more than
-linear time on a line (none has two neighbours that repeat over the same characters).
+linear time on a line (none has two neighbors that repeat over the same characters).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STOP_LINE = re.compile(
 )
 HESSIAN_LINE = re.compile(rf"collected {COUNT} [Hh]essians in ({NUMBER})s")
 SETTINGS_LINE = re.compile(r"^\w{3,}:\S+(?: \w{3,}[:=]\S+)*$")
-# How data get to the device: words like `prefetch:`, which are no names of settings.
+# How data gets to the device: words like `prefetch:`, which are not names of settings.
 INPUT_LINE = re.compile(r"^(train|val)_io:")
 HYPERPARAMETER_LINE = re.compile(r"^  (\w+): (.*)$")
 LABELLED_LINE = re.compile(rf"^(train_shards|val_tokens|model_params|seed)\s*[:=]\s*({COUNT})$")
@@ -63,7 +63,7 @@ ATTENTION_LINE = re.compile(r"^attention:(\w+) (?:tried:|\(reference)")
 CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER})(?: of |, no limit)")  # of our script, at the end
 EVAL_CLOCK_LINE = re.compile(rf"^eval_clock: scoring ({NUMBER}) s, from reading the artifact ({NUMBER}) s")
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
-# Lines that tell a score once more, while it is made.
+# Lines that report a score again, while it is computed.
 DONE_LINE = re.compile(rf"^(\w{{1,80}}):done val_loss=({NUMBER}) val_bpb=({NUMBER})(?:\s|$)")
 PROGRESS_LINE = re.compile(
     rf"^val_progress:(\w{{1,80}}) 100% partial_mean_loss:({NUMBER}) tokens_seen:({COUNT})\b"
@@ -82,7 +82,7 @@ FENCE = "=" * 100
 STAGES = ("before quantization", "quantized", "sliding window", "test-time training")
 EXACT = "_exact"  # ends the label of the line that repeats a score with all its digits
 
-# What stands before the lines of a script that another program started or whose output it keeps.
+# What comes before the lines of a script that another program started or whose output it keeps.
 ESCAPES = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]")  # colors
 DAY = r"(?:[0-9]{4}[-/][0-9]{2}[-/][0-9]{2}|[0-9]{2}/[0-9]{2}/[0-9]{2,4}|[A-Z][a-z]{2} [ 0-9][0-9])"
 HOUR = r"[0-9]{1,2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]{1,9})?(?: ?(?:Z|UTC|[-+][0-9]{2}:?[0-9]{2}))?"
@@ -99,7 +99,7 @@ PREFIX = re.compile(
     rf"|[IWEF][0-9]{{4}} {HOUR} {{1,8}}[0-9]{{1,10}} [\w./-]{{1,80}}:[0-9]{{1,6}}\] "  # glog and absl
     rf"|{LEVEL}:(?:[\w.]{{1,80}}:| )"  # Python's logging as it is without a format
 )
-# What a logger puts behind its time: a level, the name of a logger, a place in a program.
+# What a logger puts after its time: a level, the name of a logger, a place in a program.
 LOGGER = re.compile(
     rf"\[?{LEVEL}\]?(?::| -)?(?: |$)"
     rf"|\[{LEVEL}\](?= ?\[)"
@@ -109,7 +109,7 @@ LOGGER = re.compile(
     r"|std(?:out|err) [FP] "  # of a container
 )
 PREFIXES_MAX = 6  # before one line
-# Any other prefix is what stands before most of these: the labels of srun, names of containers.
+# Any other prefix is what comes before most of these: the labels of srun, names of containers.
 ANCHOR = re.compile(
     rf"(?:step:)?{COUNT}/{COUNT}\s{{1,4}}(?:train_loss|val_loss|loss):|Serialized model|Total submission size"
     r"|Code size|stopping_early:"
@@ -154,7 +154,7 @@ class Pace:
 class Point:
     """One step line. `loss` in nats per token, `bpb` on validation lines, `time_ms` of the training clock.
 
-    `limit` is what stands behind the slash, `pace` the clock and the mean time where the line prints both.
+    `limit` is what comes after the slash, `pace` the clock and the mean time where the line prints both.
     `printed_ms` is the clock as printed, where `time_ms` follows from a speed; `loss_text` the loss.
     """
 
@@ -298,7 +298,7 @@ class RunLog:
 
     @property
     def says_nothing(self) -> bool:
-        """Whether no line is a step or a score: this is no log of a run that these tools can read."""
+        """Whether no line is a step or a score: this is not a log that these tools can read."""
         return not (self.finals or self.train or self.validation)
 
     @property
@@ -474,7 +474,7 @@ def without_prefixes(lines: list[str]) -> list[str]:
         rank, begin = _known_prefix(line)
         lines[index] = line[begin:]
         ranks.append(rank)
-    found: Counter[str] = Counter()  # what stands before a step
+    found: Counter[str] = Counter()  # what comes before a step
     speaking: int | None = None
     for line, rank in zip(lines, ranks, strict=True):
         step = ANCHOR.search(line) if len(line) <= LINE_CHARACTERS_MAX else None
@@ -492,7 +492,7 @@ def without_prefixes(lines: list[str]) -> list[str]:
 
 
 def _known_prefix(line: str) -> tuple[int | None, int]:
-    """The rank that printed a line, if it stands before it, and where the line itself begins.
+    """The rank that printed a line, if the line says so, and where the line itself begins.
 
     Its own first blanks belong to it: they may be an indent.
     """

@@ -1,6 +1,6 @@
 """Text files as people save them: UTF-8, with a byte order mark or without, or UTF-16 with its mark.
 
-Some editors write such marks, and Windows PowerShell writes UTF-16 behind `>`.
+Some editors write such marks, and Windows PowerShell writes UTF-16 after `>`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def as_text(data: bytes) -> str:
 
 
 def exact_text(data: bytes) -> str:
-    """The text of a file. ValueError, in words, where it holds bytes that are no text."""
+    """The text of a file. ValueError, in words, where it holds bytes that are not text."""
     encoding = encoding_of(data)
     try:
         text = data.decode(encoding)

@@ -1,4 +1,4 @@
-"""Numbers of the challenge, each standing here alone, with where it comes from."""
+"""Numbers of the challenge, each only here, with where it comes from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECORD_TRACK = "track_10min_16mb"
 RECORD_SEEDS_MIN = 3
 RECORD_TEXT = ("author", "github_id", "blurb")  # keys of submission.json that a record may not leave empty
 
-VALIDATION_BYTES = 151_080_891  # normalised text of the 50,000 validation documents (#1804)
+VALIDATION_BYTES = 151_080_891  # normalized text of the 50,000 validation documents (#1804)
 VALIDATION_BYTES_TOLERANCE = 5e-4  # whole windows drop part of the tail; 146 merged logs stay inside
 
 OFFICIAL = "official"  # what a run calls the challenge's validation set,
@@ -26,7 +26,7 @@ OWN = "your own"  # and any other text
 
 MARGIN_NATS = 0.005  # README: a record beats the previous one by this much ...
 MARGIN_P = 0.01  # ... at this level; unit read as nats per token
-FRONTIER_P = 0.25  # as practised from 28 April 2026: one-sided, no margin (#1902)
+FRONTIER_P = 0.25  # as practiced since April 28, 2026: one-sided, no margin (#1902)
 
 LEGAL_TTT_GAIN_BPB = 0.03  # legal precedents gained 0.002-0.013 over the sliding window
 PLAUSIBLE_BPB_MIN = 1.0
@@ -36,7 +36,7 @@ PLAUSIBLE_BPB_MIN = 1.0
 class Tokenizer:
     """A tokenizer of public records; `bytes_per_token`: the validation text over its scored tokens.
 
-    `dataset` is the folder of the shards made with it, empty where there is no one of that name.
+    `dataset` is the folder of the shards made with it, empty where there is none with a name.
     """
 
     name: str
@@ -66,7 +66,7 @@ KNOWN_BYTE_ERRORS = (
     ByteError(176_332_748 / VALIDATION_BYTES, "leading-space byte counted twice (#1719)"),
     ByteError(157_319_833 / VALIDATION_BYTES, "byte-fallback pieces counted by their spelling (#1289)"),
     ByteError(164_594_398 / VALIDATION_BYTES, "case markers counted as text (#2138)"),
-    ByteError(155_770_000 / VALIDATION_BYTES, "the validation export of before 19 March 2026"),
+    ByteError(155_770_000 / VALIDATION_BYTES, "the validation export from before March 19, 2026"),
 )
 BYTE_ERROR_TOLERANCE = 2e-3
 

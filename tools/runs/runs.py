@@ -39,7 +39,7 @@ FINISHED = "finished"
 OTHER_CODE = " after "  # in the hash of the code, between the scripts of a run that RESUME_OTHER_CODE went on
 PLACES = {"DATA_PATH", "TOKENIZER_PATH", "CONFIG", "FOREIGN_NAMES"}  # where a run reads, not what it does
 METRICS_BYTES_MAX = 64 * 2**20  # of a metrics.jsonl; no run writes a fifth of it
-LOGS_NAMED_MAX = 3  # of files that are no logs, in a message
+LOGS_NAMED_MAX = 3  # of files that are not logs, in a message
 LOGS_MAX = 20  # that are read to decide whether a folder is a record
 
 
@@ -65,7 +65,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         if not is_own(path / LOG):
-            raise RecordError(f"{path_of(path)} is no run directory: it has no {LOG}; give runs/<RUN_ID>")
+            raise RecordError(f"{path_of(path)} is not a run directory: it has no {LOG}; give runs/<RUN_ID>")
         self.path = path
 
     @cached_property
@@ -104,7 +104,7 @@ class RunDirectory:
     def script(self) -> Script:
         path = self.path / SCRIPT
         if not is_own(path):
-            raise RecordError(f"{path_of(path)} is missing: the run directory has no source that ran")
+            raise RecordError(f"{path_of(path)} is missing: the run directory lacks the script that ran")
         return read_script(path)
 
     @cached_property
@@ -131,7 +131,7 @@ def settings_in(text: str) -> list[str]:
 def settings_that_differ(written: Mapping[str, Any], ran: Mapping[str, Any]) -> list[str]:
     """Names of the settings in which a config.env and the configuration of a run differ.
 
-    Apart from what may differ between the seeds of a record, and what stands in no config.env.
+    Apart from what may differ between the seeds of a record, and what is in no config.env.
     """
     names = written.keys() | ran.keys()
     apart = PER_RUN_SETTINGS | SETTINGS_OF_A_START
@@ -241,7 +241,7 @@ def load_group(path: Path) -> Group:
 
 
 def _require_record(path: Path) -> None:
-    """RecordError for a folder that is no record, by what stands at its top; inner folders are not read."""
+    """RecordError for a folder that is not a record, by what is at its top; inner folders are not read."""
     with os.scandir(path) as entries:
         names = sorted(entry.name for entry in itertools.islice(entries, FILES_MAX))
     if any(name.startswith("submission") and name.endswith(".json") for name in names):
@@ -252,7 +252,7 @@ def _require_record(path: Path) -> None:
         return
     told = "".join(f"; {log.nothing}" for log in logs[:LOGS_NAMED_MAX])
     raise RecordError(
-        f"{path_of(path)} is no run and no record: it holds neither {LOG} nor {SUBMISSION} nor a log with a"
+        f"{path_of(path)} is neither a run nor a record: it has no {LOG}, no {SUBMISSION}, and no log with a"
         f" step or a score{told}; give runs/<RUN_ID> or records/track_*/DATE_Name"
     )
 

@@ -76,7 +76,7 @@ def has_our_settings(settings: Mapping[str, str], defaults: Mapping[str, str]) -
 
 
 def plain_values(settings: Mapping[str, str]) -> dict[str, str]:
-    """Without names that are no settings, truth values as 0 and 1, of a path its last part."""
+    """Without names that are not settings, truth values as 0 and 1, of a path its last part."""
     plain = {}
     for name, value in settings.items():
         if name in NO_SETTINGS:

@@ -38,7 +38,7 @@ EXECUTES = re.compile(r"(?<![.\w])(?:exec|eval|compile)\s*\(")
 
 # What a script names: comments and long texts are passed over, short literals are the two groups. A literal
 # ends with its line, and every repetition is bounded, so no text takes more than linear time. A backslash
-# outside of a literal hides a quote behind it.
+# outside of a literal hides a quote after it.
 LITERAL = re.compile(
     r"\\.|#[^\n]*|\"{3}.*?\"{3}|'{3}.*?'{3}"
     r"|\"((?:[^\"\\\n]|\\.){0,256})\"|'((?:[^'\\\n]|\\.){0,256})'",
@@ -312,7 +312,7 @@ def _zlib_or_gzip(packed: bytes) -> bytes:
 def closure(script: Script, scripts: Mapping[Path, Script], files: Iterable[Path]) -> list[Path]:
     """Files among `files` that `script` imports or names, also by a pattern, through `scripts`.
 
-    Whether a file that is named is read as code, as weights or not at all, its text does not tell.
+    Whether a file that is named is read as code, as weights or not at all cannot be seen from its text.
     """
     by_ending: dict[str, Path] = {}  # "c.py" and "b/c.py" for a/b/c.py; the least deep file where several fit
     for path in sorted(files, key=lambda path: -len(path.parts)):

@@ -69,7 +69,7 @@ class Difference:
         if self.interval is None:
             return f"cannot be tested: {self.seeds_in_words}"
         low, high = self.interval
-        p = "no p, as the differences are all alike" if self.p is None else p_text(self.p)
+        p = "no p, because all differences are equal" if self.p is None else p_text(self.p)
         return f"95% interval {low:+.6f} to {high:+.6f}, {p} ({self.test_in_words})"
 
 

@@ -42,7 +42,7 @@ class Terminal(io.TextIOBase):
 def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text to `path` atomically. Raises DataError if it cannot.
 
-    Names of files may hold bytes that are no UTF-8: those are written as backslash escapes.
+    Names of files may hold bytes that are not UTF-8: those are written as backslash escapes.
     """
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 

@@ -1,6 +1,6 @@
 """`check FOLDER…`: audit records folders, ours or any public one. Nothing in a folder is executed.
 
-Exit status 0 without a FAIL, 1 with one, 2 where a path is no folder; the others are audited all the same.
+Exit status 0 without a FAIL, 1 with one, 2 if a path is not a folder; the others are audited all the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAPPED_PAGES = Path("/proc/self/statm")  # its first number: pages of memory tha
 FINDINGS_MAX = 100  # of one rule on one folder
 ERROR_CHARACTERS_MAX = 300
 UNFINISHED = "A0"  # the finding that a rule could not be finished
-UNFINISHED_REMEDY = "mend what the folder holds; if all is as it should be, report the error"
+UNFINISHED_REMEDY = "fix what the folder holds; if nothing is wrong with it, report the error"
 
 Rule = Callable[[Folder], Iterator[Finding]]
 # A: the folder and its claims. C: the logs. Each module has the rules of its title.
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--strict", action="store_true", help="decide contested points by the rules as written"
     )
-    reading.add_argument("--convention", action="store_true", help="decide contested points as practised")
+    reading.add_argument(
+        "--convention", action="store_true", help="decide contested points by the challenge's practice"
+    )
     parser.add_argument("--quiet", action="store_true", help="FAIL and WARN only")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
@@ -97,7 +99,7 @@ def render(path: Path, findings: list[Finding], mode: Mode, quiet: bool) -> str:
 
 
 def audit(path: Path) -> list[Finding]:
-    """All findings on one folder, in the order of the rules' names. RecordError where there is no folder.
+    """All findings on one folder, in the order of the rules' names. RecordError if there is no folder.
 
     A rule that ends in an error, or a folder that takes too long, is a finding itself: the other rules and
     folders are judged all the same, and a folder that breaks a rule's program does not pass.
@@ -110,7 +112,7 @@ def audit(path: Path) -> list[Finding]:
             for rule in rules:
                 findings += _findings_of(rule, folder)
     except TimeLimit:
-        text = f"the audit was stopped after {CPU_SECONDS_MAX} s of computing: no record takes that long"
+        text = f"the audit was stopped after {CPU_SECONDS_MAX} s of CPU time: no record takes that long"
         findings.append(fail(UNFINISHED, text, folder.name, UNFINISHED_REMEDY))
     return sorted(findings, key=lambda finding: (finding.check[0], int(finding.check[1:])))
 

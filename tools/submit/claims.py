@@ -49,13 +49,13 @@ def check_name(folder: Folder) -> Iterator[Finding]:
     if not FOLDER_NAME.match(folder.name) or not _is_past_day(folder.name):
         yield warn(
             "A1",
-            f"folder `{folder.name}` is not YYYY-MM-DD_Description, with a day up to today",
+            f"folder `{folder.name}` is not YYYY-MM-DD_Description with a date up to today",
             folder.name,
             "rename it (asked for in #1851)",
         )
     if not TRACK_NAME.match(folder.track):
         yield info(
-            "A1", f"parent `{folder.track}` is no track_* folder", folder.name, "move it under its track"
+            "A1", f"parent `{folder.track}` is not a track_* folder", folder.name, "move it under its track"
         )
 
 
@@ -71,7 +71,7 @@ def check_files(folder: Folder) -> Iterator[Finding]:
         elif path.name != name:
             yield contested(
                 "A2",
-                f"`{name_of(path)}` stands in for `{name}` (#561)",
+                f"`{name_of(path)}` is used in place of `{name}` (#561)",
                 folder.name,
                 f"rename it to `{name}`",
             )
@@ -82,7 +82,7 @@ def _check_logs(folder: Folder) -> Iterator[Finding]:
     """A2: there is a log that can be read; a file that looks like one and gives nothing is named."""
     remedy = "add one log per seed, as the script wrote it"
     if not folder.logs and not folder.no_logs:
-        yield fail("A2", "it holds no log: no file ends in .log or .txt", folder.name, remedy)
+        yield fail("A2", "it has no log: no file ends in .log or .txt", folder.name, remedy)
     for log in folder.no_logs:
         name = log.path.relative_to(folder.path).as_posix()
         if not folder.logs:
@@ -125,13 +125,13 @@ def check_submission(folder: Folder) -> Iterator[Finding]:
     for key in dict.fromkeys((*REQUIRED_TEXT, *needed)):
         if not isinstance(submission.get(key), str) or not submission[key]:
             report = fail if key in needed else warn
-            yield report("A3", f"`{key}` is absent or no text", name, f"add `{key}`")
+            yield report("A3", f"`{key}` is missing or not text", name, f"add `{key}`")
     if isinstance(submission.get("date"), str) and not _is_past_day(submission["date"]):
-        text = f"date `{submission['date']}` is not YYYY-MM-DD of a day up to today"
+        text = f"date `{submission['date']}` is not a YYYY-MM-DD date up to today"
         yield warn("A3", text, name, "write an ISO date")
     for key in (*TOTAL_FIELDS, *CODE_FIELDS, "val_loss", "val_bpb_std"):
         if isinstance(submission.get(key), str):
-            text = f"`{key}` is the text {submission[key]!r}: no number is compared with the logs"
+            text = f"`{key}` is the text {submission[key]!r}, so there is no number to compare with the logs"
             yield warn("A3", text, name, "write a number")
     yield from _check_declared_score(folder, name)
 
@@ -151,18 +151,16 @@ def _check_declared_score(folder: Folder, name: str) -> Iterator[Finding]:
     if bpb is None:
         alias = next((key for key in SCORE_ALIASES if key in folder.submission), None)
         found = f", found `{alias}`" if alias else ""
-        yield fail(
-            "A3", f"`val_bpb` is absent or no number{found}", name, "add `val_bpb`, the mean over the seeds"
-        )
+        yield fail("A3", f"`val_bpb` is missing or not a number{found}", name, "add the mean over the seeds")
         return
     if bpb <= 0 or not math.isfinite(bpb):
-        yield fail("A3", f"`val_bpb` {bpb} is no bits per byte", name, "write the mean over the seeds")
+        yield fail("A3", f"`val_bpb` {bpb} cannot be bits per byte", name, "write the mean over the seeds")
         return
     if loss is None:
         return
     if loss == bpb:
         yield fail(
-            "A3", f"`val_loss` equals `val_bpb` ({bpb}): bits stored as loss", name, "nats per token go here"
+            "A3", f"`val_loss` equals `val_bpb` ({bpb}): bits stored as loss", name, "put nats per token here"
         )
         return
     implied = bytes_per_token(loss, bpb)
@@ -174,7 +172,7 @@ def _check_declared_score(folder: Folder, name: str) -> Iterator[Finding]:
             "A3",
             f"`val_loss` {loss} and `val_bpb` {bpb} imply {implied:.3f} bytes/token, no known tokenizer's",
             name,
-            "check that both are of the same run and that `val_loss` is nats per token",
+            "check that both are from the same run and that `val_loss` is nats per token",
         )
 
 
@@ -191,12 +189,12 @@ def check_links(folder: Folder) -> Iterator[Finding]:
     for path, reason in folder.unread:
         where = path.relative_to(folder.path).as_posix()
         yield fail(
-            "A2", f"`{where}` was not read to its end: {reason}", where, "leave out what is no log or script"
+            "A2", f"`{where}` was not read to its end: {reason}", where, "leave out all but logs and scripts"
         )
     if folder.cut_off:
         yield fail(
             "A2",
-            f"more than {FILES_MAX:,} files, or folders more than {DEPTH_MAX} deep: not all was looked at",
+            f"more than {FILES_MAX:,} files, or folders more than {DEPTH_MAX} deep: not everything was read",
             folder.name,
             "leave out what does not belong to the record",
         )
@@ -218,15 +216,17 @@ def check_closure(folder: Folder) -> Iterator[Finding]:
 
 
 def check_large_files(folder: Folder) -> Iterator[Finding]:
-    """A10: large files of which the script's text does not tell whether a run reads them."""
+    """A10: large files that a run may or may not read, which the script's text does not show."""
     known = {*folder.closure, *folder.scripts, *(log.path for log in folder.logs)}
     for path in folder.files():
         size = path.stat().st_size
         name = path.relative_to(folder.path).as_posix()
         if path in folder.models:
-            text = f"`{name}` has the bytes of a model in a log: taken for that, and not counted once more"
+            text = f"`{name}` has the size of a model in a log: taken for that model, and not counted twice"
         elif size > ASIDE_BYTES_MAX and path not in known and path.suffix.lower() not in PICTURE_SUFFIXES:
-            text = f"`{name}` ({size:,} bytes) is named nowhere: not decidable whether the script reads it"
+            text = (
+                f"`{name}` ({size:,} bytes) is not mentioned anywhere: cannot decide whether a run reads it"
+            )
         else:
             continue
         yield warn("A10", text, name, "leave out what no run reads")
@@ -274,7 +274,7 @@ def _check_score(
     other = _mean_of_others(folder, attribute, declared)
     if other:
         report = warn if other.score else fail
-        why = "" if other.score else ": no score of the artifact"
+        why = "" if other.score else ", which is not a score of the artifact"
         yield report(
             "C7",
             f"`{key}` {declared} is the mean of {other.name}, not of `{folder.headline_label}`{why}",
@@ -284,9 +284,8 @@ def _check_score(
     elif single is None:
         yield fail("A4", f"`{key}` {declared}, but the logs give {measured:.8g}", f"{name}, {where}", remedy)
     elif single[1].rank == 0:
-        yield fail(
-            "C7", f"`{key}` {declared} is `{single[1].label}`, no score of the artifact", where, remedy
-        )
+        text = f"`{key}` {declared} is `{single[1].label}`, which is not a score of the artifact"
+        yield fail("C7", text, where, remedy)
     elif len(runs) > 1:
         log, final = single
         yield warn(
@@ -355,7 +354,7 @@ def check_seed_results(folder: Folder) -> Iterator[Finding]:
     for seed, declared in folder.submitted_seeds().items():
         run = logs.get(seed)
         if run is None:
-            yield warn("A4", f"seed {seed} is declared, no log is of that seed", name, "add its log")
+            yield warn("A4", f"seed {seed} is declared, but there is no log of it", name, "add its log")
             continue
         for key, attribute in SCORE_FIELDS.items():
             value = number(declared.get(key))
@@ -429,7 +428,7 @@ def _check_total(folder: Folder, key: str, declared: float, totals: dict[int, Se
     if declared not in {*totals, *derived} and declared < largest:
         yield fail(
             "A4",
-            f"`{key}` {declared:,.0f} is in no log; the largest is {largest:,}",
+            f"`{key}` {declared:,.0f} is not in any log; the largest there is {largest:,}",
             run.log.where(line),
             "use the maximum over the seeds",
         )

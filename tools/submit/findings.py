@@ -1,4 +1,4 @@
-"""What an audit says: findings with a level under the rules as written and as practised."""
+"""What an audit says: findings with a level under the rules as written and as practiced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Level(enum.IntEnum):
 
 
 class Mode(str, enum.Enum):
-    """Which reading of the rules decides: the written one, the practised one, or only what both agree on."""
+    """Which reading of the rules decides: the written one, the practiced one, or only what both agree on."""
 
     AGREED = "agreed"
     STRICT = "strict"
@@ -31,15 +31,15 @@ class Finding:
     where: str
     remedy: str
     written: Level
-    practised: Level
+    practiced: Level
 
     def level(self, mode: Mode) -> Level:
         """Level under `mode`; without a chosen reading a contested point is a warning."""
         if mode is Mode.STRICT:
             return self.written
         if mode is Mode.CONVENTION:
-            return self.practised
-        return self.written if self.written == self.practised else Level.WARN
+            return self.practiced
+        return self.written if self.written == self.practiced else Level.WARN
 
     def as_json(self, mode: Mode) -> dict[str, str]:
         return {

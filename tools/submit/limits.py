@@ -113,7 +113,7 @@ def check_artifact(folder: Folder) -> Iterator[Finding]:
             f" {shipped - largest.model:,}); the log counts {logged:,} with code in a form that is not in the"
             " folder (#1835)",
             largest.run.log.where(largest.line),
-            "ship the script in the form that is counted",
+            "ship the script in the form that was counted",
         )
     elif logged > ARTIFACT_BYTES_MAX:
         yield contested(
@@ -149,8 +149,8 @@ def check_totals(folder: Folder) -> Iterator[Finding]:
         larger = max(log.total_bytes.bytes, log.model_bytes.bytes + min(code))
         yield warn(
             "A9",
-            f"the log's total is {log.total_bytes.bytes:,}, its model and code make {sums}:"
-            f" the larger counts, {larger:,}",
+            f"the log's total is {log.total_bytes.bytes:,}, its model and code add up to {sums}:"
+            f" the larger number counts, {larger:,}",
             log.where(log.total_bytes.line),
             "ship the log as the script wrote it",
         )
@@ -165,7 +165,7 @@ def check_train_clock(folder: Folder) -> Iterator[Finding]:
         if seconds is None or not run.log.clock_is_whole:
             yield warn(
                 "C2",
-                "no training time at the last step: not decidable whether training kept its limit",
+                "no training time at the last step: cannot decide whether training kept to its limit",
                 run.log.where(run.log.lines),
                 "ship the log as the script wrote it, with train_time",
             )
@@ -196,7 +196,7 @@ def _check_hessians(run: SeedRun, seconds: float, hessians: float) -> Iterator[F
             f"loop {seconds:.2f} s + Hessians {hessians:.1f} s = {total:.1f} s > {TRAIN_SECONDS_MAX:.0f} s"
             " (#677, #1868)",
             run.log.where(run.log.hessian_seconds.line),
-            "reserve the time of the Hessians inside the training budget",
+            "reserve time for the Hessians inside the training budget",
         )
 
 
@@ -270,7 +270,7 @@ def check_eval_clock(folder: Folder) -> Iterator[Finding]:
         if score is not None and score.eval_seconds is None and printed is None:
             yield warn(
                 "C3",
-                f"no time of `{score.label}`: not decidable whether the evaluation kept its limit",
+                f"no time for `{score.label}`: cannot decide whether the evaluation kept to its limit",
                 run.log.where(score.line),
                 "ship the log as the script wrote it, with eval_time",
             )
@@ -344,7 +344,7 @@ def check_hardware(folder: Folder) -> Iterator[Finding]:
         if not any(run.log.gpus for run in folder.seed_runs):
             yield warn(
                 "C4",
-                f"neither a log nor {SUBMISSION} names a GPU: not decidable whether it ran on"
+                f"neither a log nor {SUBMISSION} names a GPU: cannot decide whether it ran on"
                 f" {RECORD_WORLD_SIZE} x {RECORD_GPU}",
                 folder.name,
                 f"print `nvidia-smi` into the log, or add `{HARDWARE_FIELDS[0]}`",
@@ -445,10 +445,10 @@ def _check_backwards(run: SeedRun) -> Iterator[Finding]:
     going_on = [found for found in backwards if found[2].step > found[0].step]
     before, earlier, point, time = (going_on or backwards)[0]
     text = (f"the training clock runs backwards: {earlier:,.0f} ms at step {before.step:,}, then"
-            f" {time:,.0f} ms at step {point.step:,}; expected one that goes on")  # fmt: skip
+            f" {time:,.0f} ms at step {point.step:,}; expected it to go forward")  # fmt: skip
     report = warn
     if len(going_on) > 1:  # a run that was resumed with a new clock has one such place
-        text += f", and it does so {len(going_on)} times"
+        text += f"; this happens {len(going_on)} times"
         report = fail
     yield report("C2", text, run.log.where(point.line), "one log for each run, from its start")
 
@@ -493,7 +493,7 @@ def check_learning(folder: Folder) -> Iterator[Finding]:
         elif took is not None and took < stopped.limit_seconds * (1 - LEARNING_SECONDS_LEFT):
             left = stopped.limit_seconds - took
             text += f" and ended at {took:.1f} s: {left:.1f} s of {stopped.limit_seconds:.1f} s were left"
-            remedy = "say why documents were scored without learning while time was left"
+            remedy = "say why documents were scored without learning although time was left"
             yield warn("C3", text, where, remedy)
 
 

@@ -44,15 +44,15 @@ def check_nats(folder: Folder) -> Iterator[Finding]:
                 continue
             documents.setdefault(len(nats), name)
             if known not in (None, len(nats)):
-                text = f"{name} has {len(nats):,} documents, that validation set has {known:,}"
+                text = f"{name} has {len(nats):,} documents, but that validation set has {known:,}"
                 yield fail("C1", text, name, REMEDY)
             yield from _check_sum(evidence, label, name, math.fsum(nats), text_bytes.of(evidence))
     if len(documents) > 1:
         shown = ", ".join(f"{count:,} documents in {name}" for count, name in sorted(documents.items()))
-        yield fail("C1", f"{shown}: one text has one number", folder.name, REMEDY)
+        yield fail("C1", f"{shown}: the same text has one number", folder.name, REMEDY)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        text = f"no `{missing[0]}`{more}: its score cannot be summed again"
+        text = f"no `{missing[0]}`{more}: its score cannot be added up again"
         yield warn("A4", text, folder.name, "pack the run directories with their nats_*.bin")
 
 
@@ -79,7 +79,8 @@ def _check_sum(
     line = exact([final for final in log.finals if label in final.label])
     tokens = line.scored_tokens if line is not None else None
     if line is None or not tokens:
-        yield fail("A4", f"no line of the log has the tokens of `{label}`, which {name} is of", name, REMEDY)
+        text = f"no line of the log has the token count of `{label}`, which {name} belongs to"
+        yield fail("A4", text, name, REMEDY)
         return
     where = log.where(line.line)
     loader = log.validation_tokens

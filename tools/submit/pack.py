@@ -120,18 +120,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--proof", type=Path, metavar="JSON", help="what `prove --json` printed")
     parser.add_argument(
         "--no-replay", action="store_true",
-        help=f"pack a {RECORD_TRACK} without `prove --replay` of its runs, as where their data are elsewhere",
+        help=f"pack a {RECORD_TRACK} without `prove --replay` of its runs, as when their data is elsewhere",
     )  # fmt: skip
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the tracks")
     parser.add_argument(
         "--wrap",
         action="store_true",
-        help="ship a wrapped script even where the run counted the readable one, as runs of 0.5 may have",
+        help="ship a compressed script even if the run counted the readable one, as runs of 0.5 may have",
     )
     parser.add_argument(
         "--with-source",
         action="store_true",
-        help="keep the readable source in the folder, as a submission does, not in scripts/ of --records",
+        help="keep the readable source in the folder, as a submission needs it, not in scripts/ of --records",
     )
     parser.add_argument("--json", action="store_true", help="print submission.json instead of a sentence")
 
@@ -229,7 +229,7 @@ def not_proved(folder: Path) -> str:
     """That packing proves nothing, and the command that would."""
     script = shlex.quote(str(Folder(folder).readable or folder / SCRIPT))
     settings = shlex.quote(str(folder / CONFIG))
-    return f"not proved legal by experiment yet: python -m tools prove {script} --config {settings}"
+    return f"not yet proven legal by experiment: python -m tools prove {script} --config {settings}"
 
 
 def _check_names(args: argparse.Namespace) -> None:
@@ -303,7 +303,7 @@ def no_record_because(directory: RunDirectory) -> list[str]:
         reasons.append(f"MAX_WALLCLOCK_SECONDS is {shown}, at most {TRAIN_SECONDS_MAX:g} are allowed")
     reasons += _clocks_exceeded(directory.summary)
     if validation_set(directory.summary, directory.log) == OWN:
-        reasons.append("it was scored on a text of your own, not on the challenge's validation set")
+        reasons.append("it was scored on your own validation set, not on the challenge's")
     text_bytes = nested(directory.summary, "data", "val_bytes")
     if isinstance(text_bytes, int) and abs(text_bytes / VALIDATION_BYTES - 1) > VALIDATION_BYTES_TOLERANCE:
         reasons.append(
@@ -333,14 +333,14 @@ def _check_record(runs: Sequence[RunDirectory]) -> None:
     reasons = [f"{directory.path}: {reason}" for directory in runs for reason in no_record_because(directory)]
     if reasons:
         raise RecordError(
-            f"these runs are none for {RECORD_TRACK}:\n  - "
+            f"these runs do not qualify for {RECORD_TRACK}:\n  - "
             + "\n  - ".join(reasons)
             + f"\nleave --track out ({track_of(runs[0])}), or name another one"
         )
 
 
 def refuse(runs: Sequence[RunDirectory]) -> list[str]:
-    """Why these runs are no record; empty when they are. Every reason is listed, not only the first."""
+    """Why these runs are not a record; empty when they are. Every reason is listed, not only the first."""
     reasons = []
     trained = []
     for directory in runs:
@@ -367,7 +367,7 @@ def _refuse_together(runs: Sequence[RunDirectory]) -> list[str]:
     first = runs[0]
     others = [str(other.path) for other in runs if other.script.sha256 != first.script.sha256]
     if others:
-        reasons.append(f"{', '.join(others)} ran other code than {first.path}: all seeds must run one script")
+        reasons.append(f"{', '.join(others)} ran different code than {first.path}: a record has one script")
     return reasons + unlike_settings(runs)
 
 
@@ -409,7 +409,7 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
         )
     recorded = str(nested(summary, "code", "sha256") or "")
     if OTHER_CODE in recorded or nested(summary, "code", "former"):
-        reasons.append(f"{directory.path} went on with other code than it began with: train that seed again")
+        reasons.append(f"{directory.path} was continued with different code: train that seed again")
     elif recorded and recorded != directory.script.sha256:
         reasons.append(f"{directory.path / SCRIPT} is not the code that ran: sha256 differs from {SUMMARY}")
     ran = mapping(summary, "config")
@@ -421,8 +421,8 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
     counted, audited = nested(summary, "data", "val_bytes"), nested(summary, "data", "audited_bytes")
     if audited not in (None, counted) and not is_limited(summary):
         reasons.append(
-            f"{directory.path} counted {counted!r} bytes of text, its data were audited with {audited!r}: its"
-            " bits per byte are wrong"
+            f"{directory.path} counted {counted!r} bytes of text, but its data was audited with {audited!r}:"
+            " its bits per byte are wrong"
         )
     if summary.get("comparable") is False:
         reasons.append(
@@ -454,8 +454,8 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     if inner is not None and not parses(inner):
         made_by = nested(directory.summary, "versions", "python")
         raise RecordError(
-            f"{counted} is no program for Python {platform.python_version()}: scripts until 22 November 2026"
-            f" wrote what only the Python of the run reads; pack with that one ({made_by})"
+            f"{counted} is not a program for Python {platform.python_version()}: scripts until November 22,"
+            f" 2026, wrote what only the Python of the run reads; pack with that one ({made_by})"
         )
     if inner is None or not same_program(inner, directory.script.text):
         raise RecordError(f"{counted} is not the program in {SCRIPT}: do not change files of a run directory")
@@ -474,7 +474,7 @@ def write_folder(
 ) -> dict[str, Any]:
     """Write every file of the record into `folder`, those of `also` too; returns submission.json's object.
 
-    shared: where the readable source lies; None: a wrapped script gets it beside it. proof: of `proof_of`.
+    shared: where the readable source is; None: a wrapped script gets it next to it. proof: of `proof_of`.
     """
     seeds = {int(directory.seed): directory for directory in runs if directory.seed is not None}
     for seed, directory in seeds.items():
@@ -482,7 +482,7 @@ def write_folder(
         shutil.copyfile(directory.path / SUMMARY, folder / SUMMARY_NAME.format(seed=seed))
         for nats in directory.path.glob(NATS_NAME.format(label="*")):  # what `prove --replay` compares
             if not is_own(nats):
-                raise RecordError(f"{nats} is a link that leaves the run directory: a record holds files")
+                raise RecordError(f"{nats} is a link that leaves the run directory; put the file there")
             shutil.copyfile(nats, folder / f"{nats.stem}_seed{seed}{nats.suffix}")
     write_bytes(folder / SCRIPT, code.script)
     readable = shared
@@ -557,7 +557,7 @@ def copy_data_sources(folder: Path, directory: RunDirectory) -> bool:
     if not tokenizer.is_file() or sha256_file(tokenizer) != hashes.get("tokenizer"):
         if "caseops" in name.lower():
             raise RecordError(
-                f"TOKENIZER_PATH={name}: not here as the run had it, sha256 {hashes.get('tokenizer')}; a"
+                f"TOKENIZER_PATH={name}: not the file that the run had, sha256 {hashes.get('tokenizer')}; a"
                 " record on CaseOps data holds its tokenizer: fetch it (python data/fineweb.py --variant"
                 " caseops --train-shards 1), or pack where the run was made"
             )
@@ -580,7 +580,7 @@ def find(path: str) -> Path:
 
 
 def of_one_family(base: Group, directory: RunDirectory) -> bool:
-    """Whether most lines of the baseline's script stand in the run's: only then a diff says what is new."""
+    """Whether most lines of the baseline's script are in the run's: only then a diff says what is new."""
     if base.script is None:
         return False
     theirs = Counter(base.script.text.splitlines())

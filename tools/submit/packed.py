@@ -83,7 +83,7 @@ def _added_files(folder: Folder, known: set[str]) -> Iterator[Finding]:
         if name in known or (explains and name in linked):
             continue
         text = f"`{name}` ({path.stat().st_size:,} bytes) was not packed: nothing says what it is for"
-        yield warn("A2", text, name, "take it away; README.md may link prose and pictures")
+        yield warn("A2", text, name, "remove it; README.md may link prose and pictures")
 
 
 def check_code(folder: Folder) -> Iterator[Finding]:
@@ -102,14 +102,14 @@ def check_code(folder: Folder) -> Iterator[Finding]:
             f"the source of the wrapped script, sha256 {folder.ran_sources[0][:12]}…, is neither in the"
             f" folder nor in ../../{SCRIPTS}/"
         )
-        yield fail("A6", text, folder.script.path.name, f"put it beside the script as {READABLE_SCRIPT}")
+        yield fail("A6", text, folder.script.path.name, f"put it next to the script as {READABLE_SCRIPT}")
         return
     digest = hashlib.sha256(source).hexdigest()
     for seed, summary in folder.summaries.items():
         ran = str(nested(summary, "code", "sha256") or "")
         where = SUMMARY_NAME.format(seed=seed)
         if OTHER_CODE in ran or nested(summary, "code", "former"):  # the latter was written until 0.5.4
-            text = f"seed {seed} is of mixed code: it began with another script (RESUME_OTHER_CODE)"
+            text = f"seed {seed} ran mixed code: it began with another script (RESUME_OTHER_CODE)"
             yield fail("A6", text, where, "train that seed again, with one script from start to end")
         elif ran and ran != digest:
             text = f"the shipped source is not what seed {seed} ran: sha256 {digest[:12]}…, ran {ran[:12]}…"
@@ -119,7 +119,7 @@ def check_code(folder: Folder) -> Iterator[Finding]:
 def check_config(folder: Folder) -> Iterator[Finding]:
     """A4: config.env, from which the command in README.md starts, holds the settings that every run had."""
     if not folder.has(CONFIG):
-        yield fail("A4", f"`{CONFIG}` is missing: no such run can be started again", CONFIG, REMEDY)
+        yield fail("A4", f"`{CONFIG}` is missing: the run cannot be repeated", CONFIG, REMEDY)
         return
     written = dict(line.split("=", 1) for line in settings_in(folder.text(CONFIG)))
     shipped = folder.script.shipped_settings if folder.script else None
@@ -127,7 +127,7 @@ def check_config(folder: Folder) -> Iterator[Finding]:
         ran = mapping(summary, "config")
         if not ran:
             name = SUMMARY_NAME.format(seed=seed)
-            yield warn("A4", f"{name} records no settings: `{CONFIG}` is not decidable", name, REMEDY)
+            yield warn("A4", f"{name} records no settings: `{CONFIG}` cannot be checked", name, REMEDY)
             continue
         for key in settings_that_differ(written, ran):
             yield fail(
@@ -169,7 +169,7 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
         log, summary = found[seed].log, found[seed].summary
         if nested(summary, "seed") not in (None, seed):
             name = SUMMARY_NAME.format(seed=seed)
-            text = f"{name} stands for seed {seed}, but says seed {nested(summary, 'seed')}"
+            text = f"{name} is named for seed {seed}, but says seed {nested(summary, 'seed')}"
             yield fail("A5", text, name, REMEDY)
         yield from _check_losses(found[seed])
         pairs = {
@@ -232,7 +232,7 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
         return
     form = folder.submission.get("format", FORMAT)
     if form not in FORMATS:
-        what = f"`format` is {form!r}, these tools derive {' and '.join(FORMATS)}"
+        what = f"`format` is {form!r}, these tools can derive {' and '.join(FORMATS)}"
         remedy = "pack the runs again, or audit the folder with the tools of the commit that packed it"
         yield fail("A4", what, SUBMISSION, remedy)
         return
@@ -262,7 +262,7 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
         bases = _baselines(folder, claimed.get("baseline"))
         if not bases:
             text = f"no folder `{claimed.get('baseline')}` in these records: its scores are only claimed"
-            yield warn("A4", text, SUBMISSION, "put the baseline's folder beside this one, and check it too")
+            yield warn("A4", text, SUBMISSION, "put the baseline's folder next to this one, and check it too")
         expected["comparison"] = _comparison(claimed, expected["seed_results"], bases)
     for place, got, derived in _differences(folder.submission, expected):
         yield fail("A4", f"`{place}` is {got!r}, logs and summaries give {derived!r}", SUBMISSION, REMEDY)
@@ -296,16 +296,15 @@ def check_proof(folder: Folder) -> Iterator[Finding]:
             text = f"the proof ended with status {said.get('status')!r}: {said.get('verdict')}"
             yield fail("A4", text, PROOF, remedy)
         if said is not report and said.get("sha256") != code:  # what `proof_facts` asks of the report itself
-            yield fail("A4", f"the proof is of a script with sha256 {said.get('sha256')}", PROOF, remedy)
+            yield fail("A4", f"the proof is for a script with sha256 {said.get('sha256')}", PROOF, remedy)
         if "artifact_sha256" in said and said["artifact_sha256"] not in artifacts:
-            yield fail(
-                "A4", f"a replay is of an artifact {said['artifact_sha256']}, of no seed", PROOF, remedy
-            )
+            text = f"a replay used artifact {said['artifact_sha256']}, which belongs to no seed"
+            yield fail("A4", text, PROOF, remedy)
         if "settings_sha256" not in said:
-            text = "the proof does not say which settings it had: it may be one of others"
+            text = "the proof does not say which settings it used: it may be for others"
             yield warn("A4", text, PROOF, remedy)
         elif said["settings_sha256"] != settings:
-            yield fail("A4", f"the proof had other settings than {CONFIG}", PROOF, remedy)
+            yield fail("A4", f"the proof used other settings than {CONFIG}", PROOF, remedy)
     findings = report.get("findings")
     for finding in findings if isinstance(findings, list) else []:
         if isinstance(finding, dict) and finding.get("level") == "FAIL":

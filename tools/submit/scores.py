@@ -43,7 +43,7 @@ Report = Callable[[str, str, str, str], Finding]
 DATA_FILE = re.compile(r"fineweb_[\w*?!\[\]-]{0,64}")
 OTHER_THAN_TRAINING = re.compile(r"val|eval|test|ttt", re.IGNORECASE)  # in a name that also says `train`
 LOG_REMEDY = "ship the log as the script wrote it"
-DATA_REMEDY = "get the data again, check them with data/fineweb.py --verify, and run again"
+DATA_REMEDY = "get the data again, check it with data/fineweb.py --verify, and run again"
 QUANTIZED_GAIN = 0.005  # relative: by so much no quantized model of the public logs beats its own weights
 BYTES_SLACK = 2e-5  # relative, between lines whose bytes per token are one number to RATIO_DIGITS
 RATIO_DIGITS = 6  # printed decimals of lines that are compared so closely
@@ -110,14 +110,14 @@ def _check_implied(folder: Folder, run: SeedRun, score: Final) -> Iterator[Findi
     ):
         yield warn(
             "C1",
-            f"no count of tokens, and {ratio:.4f} bytes per token are no known tokenizer's: not decidable",
+            f"no token count, and {ratio:.4f} bytes per token match no known tokenizer: cannot decide",
             run.log.where(score.line),
             "print the number of validation tokens",
         )
 
 
 def _undecided(run: SeedRun, score: Final) -> Finding:
-    text = f"val_loss {score.loss_text} and val_bpb {score.bpb_text} imply no number of bytes: not decidable"
+    text = f"val_loss {score.loss_text} and val_bpb {score.bpb_text} imply no number of bytes: cannot decide"
     return warn("C1", text, run.log.where(score.line), "print all digits")
 
 
@@ -154,7 +154,7 @@ def _integer(run: SeedRun) -> int | None:
 
 
 def check_training_files(folder: Folder) -> Iterator[Finding]:
-    """C6: the files for training that a log prints are no validation files."""
+    """C6: the files for training that a log prints are not validation files."""
     for run in folder.seed_runs:
         for name, located in run.log.settings.items():
             if "train" not in name or OTHER_THAN_TRAINING.search(name):
@@ -163,7 +163,7 @@ def check_training_files(folder: Folder) -> Iterator[Finding]:
             if files:
                 yield fail(
                     "C6",
-                    f"`{name}` takes {', '.join(files)}: training on validation text",
+                    f"`{name}` reads {', '.join(files)}: training on validation text",
                     run.log.where(located.line),
                     "train on fineweb_train_* alone",
                 )
@@ -264,7 +264,7 @@ def check_ratios_of_seeds(folder: Folder) -> Iterator[Finding]:
                 yield fail(
                     "C1",
                     f"val_loss / val_bpb of `{label}` is {ratio.middle:.6f} in {name_of(run.log.path)} and"
-                    f" {reference.middle:.6f} in {name_of(other.log.path)}: one text has one ratio",
+                    f" {reference.middle:.6f} in {name_of(other.log.path)}: the same text has one ratio",
                     run.log.where(ratio.line),
                     "ship the logs as the script wrote them; score one text with one byte count",
                 )
@@ -338,7 +338,7 @@ def _disagreement(run: SeedRun, ratios: list[Ratio], report: Report) -> Iterator
     yield report(
         "C1",
         f"val_loss / val_bpb is {first.middle:.5f} for `{first.label}` and"
-        f" {second.middle:.5f} for `{second.label}`: one text has one ratio",
+        f" {second.middle:.5f} for `{second.label}`: the same text has one ratio",
         f"{run.log.where(first.line)}, {second.line}",
         "ship the log as the script wrote it; score one text with one byte count",
     )
@@ -350,7 +350,7 @@ def _summary_of(folder: Folder, run: SeedRun) -> Mapping[str, Any]:
 
 
 def counted_bytes(run: SeedRun, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Every number of bytes of the text that a run states, by the place where it stands."""
+    """Every number of bytes of the text that a run states, by the place where it is."""
     counted: dict[str, Any] = {}
     if run.log.validation_bytes is not None:
         counted[run.log.where(run.log.validation_bytes.line)] = run.log.validation_bytes.integer
@@ -399,7 +399,7 @@ def check_set(folder: Folder) -> Iterator[Finding]:
             text = f"validation: {line.value} in the log, {said} in its summary"
             yield fail("A4", text, where, LOG_REMEDY)
         if said == OWN and is_record(folder):
-            text = "it was scored on a text of your own, not on the challenge's validation set"
+            text = "it was scored on your own validation set, not on the challenge's"
             yield fail("C1", text, where, "score the challenge's text (data/fineweb.py gets it)")
         if said.startswith(OFFICIAL) and not (run.log.is_limited or is_limited(summary)):
             yield from _check_official(run, summary, said, where)
@@ -415,7 +415,7 @@ def _check_official(run: SeedRun, summary: Mapping[str, Any], said: str, where: 
     """C1: a run that names an official set has its counts."""
     known = official_set(said)
     if known is None:
-        text = f"{said}: these tools know no validation set of that name: its counts are not decidable"
+        text = f"{said}: these tools do not know a validation set of that name: its counts cannot be checked"
         yield warn("C1", text, where, "check it with the tools of the commit that ran")
         return
     tokens = nested(summary, "data", "val_tokens")
@@ -461,7 +461,7 @@ def check_switched_off(folder: Folder) -> Iterator[Finding]:
 
 
 def check_told(folder: Folder) -> Iterator[Finding]:
-    """C7: what a log tells of a score while it is made is what its last line says; not of validations."""
+    """C7: what a log says of a score while it is computed is what its last line says; not of validations."""
     for run in folder.seed_runs:
         for told in run.log.told:
             if told.name != "training" and not any(_same_score(told, final) for final in run.log.finals):
@@ -482,7 +482,7 @@ def _same_score(told: Told, final: Final) -> bool:
 
 
 def check_quantized(folder: Folder) -> Iterator[Finding]:
-    """C9: a quantized model is no better than the weights it was made of."""
+    """C9: a quantized model is not better than the weights it was made from."""
     for run in folder.seed_runs:
         before = run.log.score_after(STAGES[0])
         windows = {final.bpb_text for final in run.log.finals if final.rank > 1}

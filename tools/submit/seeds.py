@@ -36,7 +36,7 @@ def check_distinct(folder: Folder) -> Iterator[Finding]:
         if run.named_seed is not None and run.log.seed is not None and run.log.seed != run.named_seed:
             yield fail(
                 "A5",
-                f"{name_of(path)} stands for seed {run.named_seed}, but says seed {run.log.seed}",
+                f"{name_of(path)} is named for seed {run.named_seed}, but says seed {run.log.seed}",
                 run.log.where(run.log.settings["seed"].line),
                 f"ship the log of seed {run.named_seed}, or make the script read SEED",
             )
@@ -63,7 +63,8 @@ def _check_declared_seeds(folder: Folder) -> Iterator[Finding]:
         return
     for seed in declared:
         if not isinstance(seed, int) or (seed not in seeds and seed not in folder.submitted_seeds()):
-            yield warn("A5", f"seed {seed} is declared, no log is of that seed", folder.name, "add its log")
+            text = f"seed {seed} is declared, but there is no log of it"
+            yield warn("A5", text, folder.name, "add its log")
 
 
 def check_same_code(folder: Folder) -> Iterator[Finding]:
@@ -178,7 +179,7 @@ def check_first_losses(folder: Folder) -> Iterator[Finding]:
             yield fail(
                 "A5",
                 f"the first {FIRST_LOSSES} training losses of {names} are equal ({losses}); expected"
-                " others, since a seed draws weights and data",
+                " different ones, because the seed draws weights and data",
                 second.log.where(pairs[0][1].line),
                 LOG_REMEDY,
             )
@@ -190,7 +191,7 @@ def check_one_text(folder: Folder) -> Iterator[Finding]:
         names = f"{name_of(first.log.path)}, {name_of(second.log.path)}"
         for what, (one, two) in _facts(first.log, second.log).items():
             if one.value != two.value:
-                text = f"{what}: {one.value} and {two.value} in {names}; one text has one of them"
+                text = f"{what}: {one.value} and {two.value} in {names}; the same text has one"
                 yield fail("C1", text, second.log.where(two.line), LOG_REMEDY)
                 break
         common = [batch for batch in first.log.batches if batch in second.log.batches]
@@ -198,8 +199,8 @@ def check_one_text(folder: Folder) -> Iterator[Finding]:
         if apart:
             one, two = first.log.batches[apart[0]], second.log.batches[apart[0]]
             text = (
-                f"the documents of {len(apart)} of {len(common)} common batches have other lengths in"
-                f" {names}: {apart[0]} has {one.value} and {two.value}; one text has one list of documents"
+                f"the documents of {len(apart)} of {len(common)} common batches have different lengths in"
+                f" {names}: {apart[0]} has {one.value} and {two.value}; the same text has one list"
             )
             yield fail("C1", text, second.log.where(two.line), LOG_REMEDY)
 
@@ -234,7 +235,7 @@ def check_curves(folder: Folder) -> Iterator[Finding]:
                 yield fail(
                     "A5",
                     f"the {name} of {name_of(second.log.path)} and {name_of(first.log.path)} agree at"
-                    f" {same} of {common} steps but for a constant: one run, not two",
+                    f" {same} of {common} steps except for a constant: one run, not two",
                     second.log.path.name,
                     LOG_REMEDY,
                 )
@@ -258,7 +259,7 @@ def _copied(first: dict[int, float], second: dict[int, float]) -> tuple[int, int
 
 
 def check_labels(folder: Folder) -> Iterator[Finding]:
-    """A6: the words of a score's label stand in the script that is said to have written it."""
+    """A6: the words of a score's label are in the script that is said to have written it."""
     scripts = folder.training_scripts
     if not scripts or any(not script.text or script.problem for script in scripts):
         return

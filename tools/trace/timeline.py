@@ -14,7 +14,7 @@ from tools.runs.folder import number
 from tools.runs.reading import exact_text
 from tools.runs.writing import figure_path, print_json, pyplot_without_display, write_figure, write_text
 
-COLOURS = {
+COLORS = {
     "disk_load": "tab:red", "disk_idle": "mistyrose", "stage": "tab:orange", "gpu_transfer": "tab:purple",
     "gpu_queue_wait": "black",
     "chunk": "lightgray", "forward": "tab:blue", "backward": "tab:cyan", "grad_clip": "tab:pink",
@@ -71,7 +71,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecordError(f"{path}: not a trace ({error!r}), expected one that TRACE_STEPS wrote") from error
     if not isinstance(events, list):
-        raise RecordError(f"{path}: `traceEvents` is no list; expected a trace that TRACE_STEPS wrote")
+        raise RecordError(f"{path}: `traceEvents` is not a list; expected a trace that TRACE_STEPS wrote")
     return [event for event in events if isinstance(event, dict) and _is_whole(event)]
 
 
@@ -113,7 +113,7 @@ def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> di
         elif event.get("ph") == "X":
             complete.append(event)
     if not complete:
-        raise RecordError("the trace holds no span: its steps were never run")
+        raise RecordError("the trace has no spans: its steps never ran")
     complete.sort(key=lambda event: event["ts"])
     origin = complete[0]["ts"]
     several_ranks = len({event["pid"] for event in complete}) > 1
@@ -132,7 +132,7 @@ def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> di
 
 
 def span_label(event: dict[str, Any]) -> str:
-    """What stands at a span: its name, and which step or batch it is."""
+    """The label of a span: its name, and which step or batch it is."""
     args = event.get("args")
     args = args if isinstance(args, dict) else {}
     if event["name"] == ENCLOSING:
@@ -141,7 +141,7 @@ def span_label(event: dict[str, Any]) -> str:
 
 
 def overlaps(span: Span, window: Window) -> bool:
-    """Whether a part of the span lies in the window."""
+    """Whether a part of the span is in the window."""
     return span.start <= window.end and span.start + span.length >= window.start
 
 
@@ -167,7 +167,7 @@ def span_table(spans: dict[str, list[Span]]) -> list[dict[str, Any]]:
 
 
 def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None) -> None:
-    """One row per lane, a bar per span, coloured by name and labelled where there is room."""
+    """One row per lane, a bar per span, colored by name and labeled where there is room."""
     pyplot = pyplot_without_display()
     figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.75 * len(spans)), layout="constrained")
     every = [span for found in spans.values() for span in found]
@@ -178,16 +178,16 @@ def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None)
     for row, found in enumerate(spans.values()):
         labels = place_labels(found, shown)
         for span in sorted(found, key=lambda span: -span.length):  # short ones on top
-            colour = COLOURS.get(span.name, "tab:gray")
-            # The edge has the colour of the bar, so that a short span is seen.
-            height, edge = (0.9, "white") if span.name == ENCLOSING else (0.4, colour)
-            bars = axes.barh(row, per_second * span.length, height, per_second * span.start, color=colour,
+            color = COLORS.get(span.name, "tab:gray")
+            # The edge has the color of the bar, so that a short span is seen.
+            height, edge = (0.9, "white") if span.name == ENCLOSING else (0.4, color)
+            bars = axes.barh(row, per_second * span.length, height, per_second * span.start, color=color,
                              edgecolor=edge, linewidth=0.8)  # fmt: skip
             if span.name not in {labelled.name for labelled, _, _ in labels}:
                 legend.setdefault(span.name, bars)
         for span, begin, height in labels:
-            colour = "white" if span.name in DARK and height == INSIDE else "black"
-            axes.text(per_second * begin, row + height, span.label, fontsize=7, va="center", color=colour)
+            color = "white" if span.name in DARK and height == INSIDE else "black"
+            axes.text(per_second * begin, row + height, span.label, fontsize=7, va="center", color=color)
     axes.set_yticks(range(len(spans)), list(spans))
     axes.set_ylim(len(spans) - 0.5, -0.5)
     axes.set_xlim(per_second * (shown.start - 0.01 * length), per_second * (shown.end + 0.01 * length))
@@ -201,7 +201,7 @@ def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None)
 def place_labels(spans: list[Span], shown: Window) -> list[tuple[Span, float, float]]:
     """The spans of a lane that get a label, where it begins in seconds, and its height in the row.
 
-    A label stands in its bar if that is long enough, else below it, unless its name stands in another bar or
+    A label is in its bar if that is long enough, else below it, unless its name is in another bar or
     another label is in the way.
     """
     letter = (shown.end - shown.start) * LETTER_SHARE
