@@ -3,7 +3,7 @@
     make gpu-check      or      python benchmarks/gpu_check.py [--out FOLDER] [--only kernels run ranks]
     CONFIG=configs/h100_1gpu.env MICRO_BATCH_TOKENS=32768 python benchmarks/gpu_check.py --memory 1
 
-The second command prints the memory that a run takes on each of so many GPUs, by a formula; it needs no GPU.
+The second command prints the memory per GPU of a run on that many GPUs, by a formula; it needs no GPU.
 
 Settings come from the environment, as for the script. Each stage is a process with a time limit of its own,
 which leaves room for cold compilation:

@@ -1,12 +1,12 @@
 """Rewrite CaseOps shards so that a space and the case mark after it are one token.
 
-A capital word behind a space has three tokens in the published form: the lone space, the mark, the word.
+A capitalized word after a space has three tokens in the published form: the lone space, the mark, the word.
 PR #2109 makes the first two one token; PR #2158 reports -1.1 mBPB for it on #2135. The new tokens have the
-ids of pieces that the data never hold, the first byte pieces. The tokenizer stays, and the manifest says
+ids of pieces that the data never uses, the first byte pieces. The tokenizer stays, and the manifest says
 which id stands for which two. Byte counts are summed, so bits per byte count the same bytes.
 
 `python data/fineweb.py --variant caseops` does it to each shard that it fetches. `separate` gives the old
-tokens back exactly. A pair whose halves lie in two shards stays as it is.
+tokens back exactly. A pair split between two shards stays as it is.
 """
 
 from __future__ import annotations
