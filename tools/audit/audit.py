@@ -3,7 +3,7 @@
 Exit status 0: nothing refuted it; 1: refuted; 2: not all could be asked. The script runs in a box, by its
 own `main`, and its answers are files. The laws: no score depends on a later token; probabilities sum to one;
 every figure is the sum of one ledger over the bytes that the auditor counts; the artifact knows nothing of
-the validation text, and is all that scoring knows; ranks, compiled code and clocks have no say.
+the validation text, and is all that scoring knows; ranks, compiled code and clocks change no score.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if verdict.not_run:
             print(f"  {len(verdict.not_run)} branches were not run, and nothing is said about them")
             print(f"  the largest worlds had {verdict.largest}; --replay covers what a real run did")
-        took = f"{time.monotonic() - began:.0f} s, {verdict.cpu_seconds:.0f} s of a processor"
+        took = f"{time.monotonic() - began:.0f} s, {verdict.cpu_seconds:.0f} s of CPU time"
         print(f"{named}: {verdict}; {len(verdict.passed)} experiments in {took}")
     return verdict.status
 

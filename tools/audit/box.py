@@ -107,7 +107,7 @@ class Run:
                     found[label] = left.pop(number)
                     break
             else:
-                raise Broken("ledgers", f"{label}: nats_{label}.bin is the sum of no ledger")
+                raise Broken("ledgers", f"{label}: nats_{label}.bin matches no ledger")
         return found, left
 
     @property
@@ -263,7 +263,7 @@ def serve(path: Path, folder: Path) -> None:
     script: Any = unexecuted.Execution(path).load()
     missing = [name for name in NAMES if not hasattr(script, name)]
     if missing:
-        raise AttributeError(f"it has no {', '.join(missing)}, which an audit asks for")
+        raise AttributeError(f"it has no {', '.join(missing)}, which an audit needs")
     warm_up(script, path)
     print(0, 0, file=answers, flush=True)
     for line in sys.stdin:
