@@ -440,7 +440,7 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
     assert ["MUON_WD", "–", "0.5"] in submission["comparison"]["settings"]
     page = (folder / "README.md").read_text()
     for told in ("## Compliance", "no network: not proven", "| MUON_WD | – | 0.5 |",
-                 "| `NUM_LOOPS=2` `LOOP_START=3` `LOOP_END=5` | PRs #1204"):  # fmt: skip
+                 "| `NUM_LOOPS=2` `LOOP_START=3` `LOOP_END=5` | #1204"):  # fmt: skip
         assert told in page, told
     assert not (folder / "baseline.diff").exists() and main(["check", str(folder)]) == 0
     (folder / "proof.json").write_text(json.dumps({**report, "passed": []}))

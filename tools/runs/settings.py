@@ -28,11 +28,12 @@ OUR_NAMES = {
     "LEAKY_RELU_SQ_SLOPE": "LEAKY_SLOPE={}",
     "NEGATIVE_SLOPE": "LEAKY_SLOPE={}",
 }
-# Settings of theirs that are none here, with the values that make their script do what ours always does: a
+# Settings of theirs that do not exist here, with values that make their script do what ours always does: a
 # constant, a choice that is made, or an option that has no effect, as nothing reads it. * is any value, the
 # name of a setting its value.
 ALWAYS_HERE = """
 ADAM_EPS=1e-8 ROPE_BASE=10000 TIED_EMBED_INIT_STD=0.005 GATE_WINDOW=12 EMBEDDING_DIM=MODEL_DIM EMA_ENABLED=1
+TIE_EMBEDDINGS=1 EMBED_LR=* HEAD_LR=*
 CASEOPS_ENABLED=1 PARALLEL_FINAL_LANE=mean SPARSE_ATTN_GATE_SCALE=0.5 GATED_ATTN_QUANT_GATE=1
 GATED_ATTN_INIT_STD=* ATTN_OUT_GATE_SRC=* MUON_BETA2=* MTP_LOSS_WEIGHT=* LAWA_K=* LAWA_FREQ=* SWA_ENABLED=*
 SWA_EVERY=* LATE_QAT=* LATE_QAT_THRESHOLD=* QAT_ENABLED=* QAT_THRESHOLD=* COMPRESSOR=* FUSED_CE_ENABLED=*

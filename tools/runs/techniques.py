@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tools import REPO
 
-SOURCES = REPO / "configs" / "README.md"  # its table has a row for settings of one origin
+SOURCES = REPO / "docs" / "design.md"  # a table of it has a row for settings of one origin
 ROW = re.compile(r"^\| (?P<settings>`[A-Z][A-Z0-9_]*=[^|]*) \| (?P<source>[^|]*) \|", re.MULTILINE)
 PUBLISHED = re.compile(r"#\d|arXiv")  # a pull request of the challenge, or a paper
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")  # it would lead nowhere from a record's folder
