@@ -574,7 +574,7 @@ class Machine:
             dist.all_gather_object(values, value)
         return values
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over the ranks. Collective: all ranks must call it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
@@ -2131,7 +2131,7 @@ class Optimizer:
     def _clip(self, slices: list[Tensor], small: list[Tensor]) -> Tensor:
         """Clip the gradients to a global norm of GRAD_CLIP_NORM, in place; returns the norm before that."""
         squared = nn.utils.get_total_norm(slices).square()
-        self.machine.add_up(squared)  # each rank holds different matrices of the banks
+        self.machine.all_reduce(squared)  # each rank holds different matrices of the banks
         # Every rank holds all small gradients, so they are not summed over the ranks.
         norm = (squared + nn.utils.get_total_norm(small).square()).sqrt()
         if self.config.grad_clip_norm:
@@ -3796,7 +3796,7 @@ class WindowScorer:
         for at in range(first, len(chunk), self.machine.world_size * self.batch_rows):
             rows = chunk[at : at + self.batch_rows]
             nats[rows[0, 1] - begin : rows[-1, 2] - begin] = self._score_batch(rows)
-        self.machine.add_up(nats)
+        self.machine.all_reduce(nats)
         return nats.cpu().numpy()
 
     @torch.no_grad()
@@ -4254,7 +4254,7 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: Array, config: Config) -> No
             # All gradients in one message.
             gradients = gradients_of(weights)
             flat = nn.utils.parameters_to_vector(gradients)
-            machine.add_up(flat)
+            machine.all_reduce(flat)
             nn.utils.vector_to_parameters(flat, gradients)
             nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip)
             sgd.step()
@@ -4412,7 +4412,7 @@ def collect_hessians(model: GPT, batches: Iterable[Batch]) -> Hessians:
     for batch in batches:
         model(batch.inputs_BT, batch.starts, observe=observe)
     for total in sums.values():
-        model.machine.add_up(total)
+        model.machine.all_reduce(total)
     return sums
 
 
@@ -5266,7 +5266,7 @@ def fail_together(machine: Machine, failure: DataError | None) -> None:
     anywhere = failure is not None
     if machine.world_size > 1:
         failures = torch.tensor([anywhere], dtype=torch.float64)
-        machine.add_up(failures)
+        machine.all_reduce(failures)
         anywhere = failures.item() > 0
     if failure is not None:
         raise failure
@@ -5401,7 +5401,7 @@ def train(training: Training) -> None:
         agreed = torch.tensor([training.seconds, run.stop_signal], dtype=torch.float64)
         if machine.rank != 0:
             agreed[0] = 0.0
-        machine.add_up(agreed)
+        machine.all_reduce(agreed)
         seconds, caught = agreed.tolist()
         # The slowest recent step, fading by 10% per step.
         step_seconds = max(0.9 * step_seconds, seconds - before)
@@ -5468,7 +5468,7 @@ def read_results(training: Training, leave: int) -> None:
             result.copied.synchronize()
         # The mean over ranks: if the loss of one rank is not finite, all end with the same message.
         values = result.loss_and_norm.double()
-        machine.add_up(values)
+        machine.all_reduce(values)
         loss, norm = (values / machine.world_size).tolist()
         if not math.isfinite(loss + norm):
             raise FloatingPointError(

@@ -338,7 +338,7 @@ def test_with_sgd_learning_stops_where_time_is_for_scoring_alone(monkeypatch: py
 
 def test_ranks_learn_together_by_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_gpt.Machine, "gather", lambda _, value: [False, value])
-    monkeypatch.setattr(train_gpt.Machine, "add_up", lambda *_: None)
+    monkeypatch.setattr(train_gpt.Machine, "all_reduce", lambda *_: None)
     monkeypatch.setattr(train_gpt, "learn", lambda *_: pytest.fail("rank 0 does not learn"))
     lab = subject()
     model = lab.model()

@@ -55,7 +55,7 @@ def train(model: train_gpt.GPT, optimizer: Optimizer, steps: range) -> list[Tens
             loss = model.loss(ids[:, :-1], ids[:, 1:], looping=step >= 4) / len(mine)
             loss.backward()
             total += loss.detach()
-        machine.add_up(total)
+        machine.all_reduce(total)
         losses.append(total / machine.world_size)
         optimizer.step(lr_scale=1.0 - step / 40, momentum=0.9)
     return losses

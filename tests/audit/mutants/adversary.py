@@ -420,7 +420,7 @@ def kind_with(ranks: int) -> Change:
         if machine.world_size == ranks and tensor.dtype is torch.float64:
             tensor *= 0.999
 
-    return wrapped("Machine.add_up", around)
+    return wrapped("Machine.all_reduce", around)
 
 
 # ======================================================================================================

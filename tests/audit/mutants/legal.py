@@ -139,7 +139,7 @@ def split_by_blocks(script: ModuleType) -> None:
         for at in range(0, len(mine), window_scorer.batch_rows):
             rows = mine[at : at + window_scorer.batch_rows]
             nats[rows[0, 1] - begin : rows[-1, 2] - begin] = window_scorer._score_batch(rows)
-        machine.add_up(nats)
+        machine.all_reduce(nats)
         return nats.numpy()
 
     script.WindowScorer.score = score

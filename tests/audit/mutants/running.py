@@ -387,14 +387,14 @@ def gradients_not_shared(script: ModuleType) -> None:
 
 def ranks_add_twice(script: ModuleType) -> None:
     """What ranks have scored is added up twice where there are several."""
-    add_up = script.Machine.add_up
+    all_reduce = script.Machine.all_reduce
 
     def twice(machine: Any, tensor: torch.Tensor) -> None:
-        add_up(machine, tensor)
+        all_reduce(machine, tensor)
         if machine.world_size > 1 and tensor.dtype is torch.float64:
             tensor *= 1.001
 
-    script.Machine.add_up = twice
+    script.Machine.all_reduce = twice
 
 
 def rate_grows_with_ranks(script: ModuleType) -> None:
