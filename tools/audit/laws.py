@@ -436,8 +436,8 @@ def clock_of_scores(lab: Lab) -> Iterator[str]:
         again = lab.ask(ids, short, 1, Clock(tick), noted)
         same.ended(again)
         if not np.array_equal(again.nats[label], first.nats[label]):
-            raise Broken("clock", f"{label}: another clock moves scores, though it is noted where it learns")
-    yield "learned where the run has noted it, the score is the same by any clock"
+            raise Broken("clock", f"{label}: another clock changes scores, in spite of recorded choices")
+    yield "with the recorded choices of where to learn, the score is the same on any clock"
     late = Clock(jump_at=read_between(ample, "phase:reload", f"phase:eval_{label}"), jump=LONG)
     seconds, kept = same.limits_told(lab.ask(ids, short, 1, late, bare))["eval_seconds"]
     if kept or seconds < LONG:

@@ -60,7 +60,7 @@ def around(writable: Path, readable: Sequence[Path], hidden: Sequence[Path] = ()
     if not starts(prefix, writable):
         return [], NONE
     empty = "an empty home and /tmp" if homes else "an empty /tmp"
-    return prefix, f"no network, no other process, {empty}, all but the proof's folder read-only"
+    return prefix, f"no network, no other process, {empty}, everything read-only except the proof's folder"
 
 
 def starts(prefix: Sequence[str], home: Path) -> bool:

@@ -43,6 +43,7 @@ Report = Callable[[str, str, str, str], Finding]
 DATA_FILE = re.compile(r"fineweb_[\w*?!\[\]-]{0,64}")
 OTHER_THAN_TRAINING = re.compile(r"val|eval|test|ttt", re.IGNORECASE)  # in a name that also says `train`
 LOG_REMEDY = "ship the log as the script wrote it"
+PROVE_REMEDY = "run `python -m tools prove` on the script"
 DATA_REMEDY = "get the data again, check it with data/fineweb.py --verify, and run again"
 QUANTIZED_GAIN = 0.005  # relative: by so much no quantized model of the public logs beats its own weights
 BYTES_SLACK = 2e-5  # relative, between lines whose bytes per token are one number to RATIO_DIGITS
@@ -222,7 +223,7 @@ def check_plausible(folder: Folder) -> Iterator[Finding]:
             continue
         where = run.log.where(score.line)
         if score.bpb < PLAUSIBLE_BPB_MIN:
-            yield warn("C9", f"val_bpb {score.bpb_text} < {PLAUSIBLE_BPB_MIN}", where, "prove the scorer")
+            yield warn("C9", f"val_bpb {score.bpb_text} < {PLAUSIBLE_BPB_MIN}", where, PROVE_REMEDY)
         earlier = [final.bpb for final in run.log.finals if final.rank == 2]
         if score.rank == 3 and earlier and min(earlier) - score.bpb > LEGAL_TTT_GAIN_BPB:
             yield warn(
@@ -230,7 +231,7 @@ def check_plausible(folder: Folder) -> Iterator[Finding]:
                 f"test-time training gains {min(earlier) - score.bpb:.4f}; legal precedents gain 0.002-0.013"
                 " at full size (a small model, trained for minutes, may gain far more)",
                 where,
-                "prove the scorer",
+                PROVE_REMEDY,
             )
 
 
