@@ -206,7 +206,7 @@ class StreamState:
 
 
 class ShardStream:
-    """Tokens cut into shards of `shard_tokens`, each written beside its name and moved when complete."""
+    """Tokens cut into shards of `shard_tokens`, each written next to its place and moved when complete."""
 
     def __init__(self, directory: Path, stem: str, shard_tokens: int, state: StreamState) -> None:
         self.directory = directory

@@ -70,7 +70,7 @@ def explain_os_error(error: OSError, path: Path) -> DataError:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a temporary file beside `path`, which replaces it only when the block ends without an error."""
+    """Write a temporary file next to `path`, which replaces it only when the block ends without an error."""
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

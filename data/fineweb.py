@@ -147,7 +147,7 @@ class Request:
         return self.out / "tokenizers" / self.variant.tokenizer
 
     def staging(self, file: RemoteFile) -> Path:
-        """Where a file arrives before it is checked: beside its place, hence on the same disk."""
+        """Where a file arrives before it is checked: next to its place, hence on the same disk."""
         return file.local.parent / f".staging-{self.variant.folder()}"
 
 

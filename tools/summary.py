@@ -32,7 +32,7 @@ from tools.runs.writing import print_json
 LEADERBOARD = Path(__file__).parent / "runs" / "leaderboard.json"  # a copy of the public list, with its date
 SCORES = {"roundtrip": "round trip", "sliding_window": "sliding window", "legal_ttt": "test-time training"}
 TOKENS_MAX = 50_000_000  # that the model of pairs counts
-PRIOR_TOKENS = 50.0  # weight of a token's frequency beside what follows the token before
+PRIOR_TOKENS = 50.0  # weight of a token's frequency against what follows the previous token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +161,7 @@ def first_tokens(shards: list[Any], count: int) -> np.ndarray:
 def bits_of_pairs(training: np.ndarray, validation: np.ndarray, vocab_size: int) -> float:
     """Bits of all tokens but the first under p(b | a) = (pairs(a, b) + m p(b)) / (tokens(a) + m).
 
-    p(b): frequency, each token counted once more than it occurs; m: PRIOR_TOKENS (MacKay and Peto, 1995).
+    p(b): frequency, each token counted one more time than it occurs; m: PRIOR_TOKENS (MacKay and Peto, 1995).
     """
     tokens_V = np.bincount(training, minlength=vocab_size).astype(np.float64)
     frequency_V = (tokens_V + 1) / (len(training) + vocab_size)

@@ -117,7 +117,7 @@ class Run:
 
     @property
     def other_ledgers(self) -> list[np.ndarray]:
-        """Ledgers that were summed beside those of the labels."""
+        """Ledgers that were summed besides those of the labels."""
         return self._matched[1]
 
 

@@ -63,7 +63,7 @@ class Lab:
     def train(
         self, world: World, more: Mapping[str, str] = NOTHING, ranks: int = 1, by_clock: Clock | None = None
     ) -> Run:
-        """A whole run. more: settings beside the lab's."""
+        """A whole run. more: settings on top of the lab's."""
         settings = {**self.settings, "VOCAB_SIZE": str(world.pieces), **more}
         return self.box.run(settings, world.folder, world.tokens, ranks, by_clock)
 

@@ -1,6 +1,6 @@
 """`prove --replay RUN`: documents of a real run are scored again, at its width, from data that we read.
 
-A run leaves the nats of each document. Its own artifact and script score some of them anew in a box, on a
+A run leaves the nats of each document. Its own artifact and script score some of them again in a box, on a
 CPU; which, is drawn when the replay begins. They must cost what the run says they cost. Then each gets
 another ending after a random token, and every score before it stays, bit by bit; and at a few targets the
 probabilities of the whole vocabulary sum to one. So a cheat that sleeps in small worlds is met where it is
@@ -41,8 +41,8 @@ LEARNING = "legal_ttt"  # the label of test-time training
 AMPLE_SECONDS = "1000000000"  # with a limit, what is noted about learning is followed
 DOCUMENTS = 8  # of a run in fp32
 TOKENS = 20_000  # of a run in another precision: its rounding is seen in one document, a flattery in the mean
-SAME_MACHINE = 1e-6  # nats a target, in fp32
-# Nats a target, of a run in bfloat16: of the mean, beside four standard errors, and of one document.
+SAME_MACHINE = 1e-6  # nats per target, in fp32
+# Nats per target, of a run in bfloat16: of the mean, plus four standard errors, and of one document.
 MEAN, OF_A_DOCUMENT = 1e-4, 1e-2
 VISIBLE = 1e-3  # where the mean may be further off than this, a thousandth of a score could hide
 OF_A_VOCABULARY = 1e-4  # of a sum of probabilities
@@ -365,11 +365,11 @@ class Again:
         limit = SAME_MACHINE if exact else OF_A_DOCUMENT
         if not each.max() <= limit:
             worst = question.documents[int(each.argmax())]
-            raise Broken("replay", f"{label}: document {worst} is {each.max():.1e} nats a target apart, "
+            raise Broken("replay", f"{label}: document {worst} is {each.max():.1e} nats per target apart, "
                                    f"{limit:.0e} are allowed")  # fmt: skip
         mean = apart.sum() / sizes.sum()
         found = (f"{label}: {len(sizes)} documents of {sizes.sum()} targets scored again: one is "
-                 f"{each.max():.1e} nats a target apart, the mean {abs(mean):.1e}")  # fmt: skip
+                 f"{each.max():.1e} nats per target apart, the mean {abs(mean):.1e}")  # fmt: skip
         if exact:
             return found
         if sizes.sum() < TOKENS and len(sizes) < len(original.begins) - 1:

@@ -19,7 +19,7 @@ from typing import TypeVar
 MARKS = "__ran__"  # the name of the marks in the script
 ROOTS = ("evaluate", "rehearse_evaluation", "collect_hessians", "write_artifact", "load_artifact",
          "read_validation", "token_bytes", "Ledger")  # fmt: skip
-# Functions whose own branches count, and not all that they call: what they do beside scoring is checks.
+# Functions whose own branches count, and not all that they call: what they do besides scoring is checks.
 ALONE = ("whole_run", "train_and_ship", "train_step", "validate", "calibration_batches",
          "ready_model", "Loader.next_batch")  # fmt: skip
 

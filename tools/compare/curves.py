@@ -117,7 +117,7 @@ def validation_bpb(run: Run) -> list[Sample]:
 
 def _samples(run: Run, kind: str, key: str) -> list[Sample]:
     batch = batch_tokens(run)
-    # A resumed run does the steps after its checkpoint once more: the later ones count.
+    # A resumed run repeats the steps after its checkpoint: the later ones count.
     found: dict[int, Sample] = {}
     for event in run.events:
         if event.kind != kind or str(event.values.get("label")).startswith(NOT_A_STEP):

@@ -44,7 +44,7 @@ SIGNIFICANT_P = 0.05  # two-sided
 class Sides:
     """Two groups and all in which they differ; `reruns` compares further sets of logs in a folder.
 
-    `comparison` is None where a side has no score, or the sides have scored different texts.
+    `comparison` is None where a side has no score, or the sides scored different texts.
     """
 
     base: Group

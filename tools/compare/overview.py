@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 def run_directories(folders: Sequence[Path]) -> list[Path]:
     """The folders that are runs, and the runs inside the others, those of sweeps too.
 
-    RecordError for a missing folder. Those that a sweep began anew, and moved to `stopped`, are left out.
+    RecordError for a missing folder. Those that a sweep started over, and moved to `stopped`, are left out.
     """
     found = []
     for folder in folders:

@@ -29,7 +29,7 @@ NAME_LENGTH_MAX = 60
 
 @dataclass(frozen=True)
 class Side:
-    """A script, and the settings that it has beside the budget."""
+    """A script, and the settings that it has on top of the budget."""
 
     script: bytes
     settings: dict[str, str]

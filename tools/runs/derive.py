@@ -196,7 +196,7 @@ def data_facts(
 ) -> dict[str, Any]:
     """What a run scored and where it comes from: the `data` object.
 
-    manifest: the one beside the run's shards, None where there was none. case_marks: whether the tokenizer
+    manifest: the one next to the run's shards, None where there was none. case_marks: whether the tokenizer
     has those of CaseOps, which count no bytes.
     """
     said = manifest or {}

@@ -23,8 +23,8 @@ SCRIPT = "train_gpt.py"
 README = "README.md"
 REQUIREMENTS = "requirements.txt"
 CONFIG = "config.env"
-READABLE_SCRIPT = "train_gpt_readable.py"  # the source beside a wrapped script
-SCRIPTS = "scripts"  # beside the tracks: sources of wrapped scripts, each once, by their hash
+READABLE_SCRIPT = "train_gpt_readable.py"  # the source next to a wrapped script
+SCRIPTS = "scripts"  # next to the tracks: sources of wrapped scripts, each once, by their hash
 SHA256 = re.compile(r"[0-9a-f]{64}")
 PER_RUN_SETTINGS = {"SEED", "RUN_ID", "RUNS_DIR"}  # what may differ between the seeds of one record
 SETTINGS_OF_A_START = {"RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY"}  # are in no config.env
@@ -40,7 +40,7 @@ TEXT_BYTES_MAX = 2**20  # of submission.json, a summary, README.md, …
 LOGS_BYTES_MAX = 32 * 2**20  # of all logs together
 SCRIPTS_BYTES_MAX = 4 * 2**20  # of all Python files together
 PROOF = "proof.json"  # what `prove --json` printed about the source
-MANIFEST = "manifest.json"  # of the shards, as it stood beside them
+MANIFEST = "manifest.json"  # of the shards, as it was next to them
 ASIDE_SUFFIXES = (".md", ".json", ".log", ".model", ".vocab", ".env")  # a script may name them uncounted,
 TOKENIZER_SUFFIXES = (".model", ".vocab")
 ASIDE_BYTES_MAX = 2**20  # a tokenizer up to this size: none of 8,192 pieces has half of it
@@ -218,7 +218,7 @@ class Folder:
 
     @property
     def training_scripts(self) -> list[Script]:
-        """Every script beside submission.json that may be what ran, and the source that tracks share."""
+        """Every script next to submission.json that may be what ran, and the source that tracks share."""
         top = {path: script for path, script in self.scripts.items() if path.parent == self.path}
         found = [script for path, script in top.items() if path.name.startswith("train")]
         if self.readable is not None and self.readable not in top:
@@ -257,7 +257,7 @@ class Folder:
         return [read_log(path) for path in _within(self._log_files(), LOGS_BYTES_MAX, LOG_BYTES_MAX)]
 
     def _log_files(self) -> list[Path]:
-        """Files that may be logs, those beside submission.json first."""
+        """Files that may be logs, those next to submission.json first."""
         found = [path for path in self.files() if is_log_name(path.name)]
         return sorted(found, key=lambda path: (len(path.parts), path))
 
@@ -275,7 +275,7 @@ class Folder:
 
     @cached_property
     def seed_runs(self) -> list[SeedRun]:
-        """One log per seed: those beside submission.json, else in subfolders; of reruns the submitted set."""
+        """One log per seed: next to submission.json, else in subfolders; of reruns the submitted set."""
         top = [log for log in self.logs if log.path.parent == self.path]
         runs = [_seed_run(log) for log in top or self.logs]
         if not top:

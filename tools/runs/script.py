@@ -1,4 +1,4 @@
-"""Every name of train_gpt.py that the tools use, and the names beside its settings. This loads torch."""
+"""Every name of train_gpt.py that the tools use, and the names besides its settings. This loads torch."""
 
 from train_gpt import (
     BOS_ID,

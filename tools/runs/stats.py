@@ -146,7 +146,7 @@ class RecordTest:
 
 
 def welch_lower(new: Sequence[float], base: Sequence[float], margin: float = 0.0) -> RecordTest | None:
-    """Test mean(new) < mean(base) - margin with unequal variances; None with fewer than two values a side.
+    """Test mean(new) < mean(base) - margin with unequal variances; None with fewer than two values per side.
 
     This is the test behind the leaderboard's published p-values (#1902), there without a margin.
     """

@@ -201,7 +201,7 @@ def check_links(folder: Folder) -> Iterator[Finding]:
 
 
 def check_closure(folder: Folder) -> Iterator[Finding]:
-    """A10: files beside the counted script that it names: they count (A9)."""
+    """A10: files next to the counted script that it names: they count (A9)."""
     script = folder.script
     if script is None:
         return

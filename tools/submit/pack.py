@@ -433,7 +433,7 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
 
 @dataclass(frozen=True)
 class ShippedCode:
-    """The script of the folder: `train_gpt.py`'s bytes, and the readable source beside it when wrapped."""
+    """The script of the folder: `train_gpt.py`'s bytes, and the readable source next to it when wrapped."""
 
     script: bytes
     readable: bytes | None

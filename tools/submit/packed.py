@@ -75,7 +75,7 @@ def check_files(folder: Folder) -> Iterator[Finding]:
 
 
 def _added_files(folder: Folder, known: set[str]) -> Iterator[Finding]:
-    """Files beside the packed ones; prose and pictures that README.md links are its own."""
+    """Files besides the packed ones; prose and pictures that README.md links are its own."""
     linked = {PurePosixPath(one or other).as_posix() for one, other in LINK.findall(folder.text(README))}
     for path in folder.files():
         name = path.relative_to(folder.path).as_posix()
@@ -333,7 +333,7 @@ def _comparison(
 
 
 def _baselines(folder: Folder, name: Any) -> list[Group]:
-    """The records of that name beside the folder, and in the other tracks."""
+    """The records of that name next to the folder, and in the other tracks."""
     track = folder.path.resolve().parent
     found = []
     for place in dict.fromkeys([track, *sorted(track.parent.glob("track_*"))]):

@@ -387,7 +387,7 @@ def _record_rule(submission: Mapping[str, Any], verdict: Mapping[str, Any]) -> s
 
 
 def _change(verdict: Mapping[str, Any]) -> str:
-    """What is new beside the baseline: a diff of the source, or of another family of scripts the settings."""
+    """What is new over the baseline: a diff of the source, or of another family of scripts the settings."""
     if "settings" not in verdict:
         return " `baseline.diff` holds the change of the source."
     if not verdict["settings"]:

@@ -45,7 +45,7 @@ OTHER_THAN_TRAINING = re.compile(r"val|eval|test|ttt", re.IGNORECASE)  # in a na
 LOG_REMEDY = "ship the log as the script wrote it"
 PROVE_REMEDY = "run `python -m tools prove` on the script"
 DATA_REMEDY = "get the data again, check it with data/fineweb.py --verify, and run again"
-QUANTIZED_GAIN = 0.005  # relative: by so much no quantized model of the public logs beats its own weights
+QUANTIZED_GAIN = 0.005  # relative: no quantized model of the public logs beats its own weights by this much
 BYTES_SLACK = 2e-5  # relative, between lines whose bytes per token are one number to RATIO_DIGITS
 RATIO_DIGITS = 6  # printed decimals of lines that are compared so closely
 RATIO_AGREES = 2e-6
@@ -55,7 +55,7 @@ OVERLAP_SHARDS = 1499  # shard count of the export whose training text overlaps 
 def check_denominator(folder: Folder) -> Iterator[Finding]:
     """C1: tokens x loss / ln 2 / bpb is the number of bytes of the validation text.
 
-    Without a count of tokens, and beside it, loss / ln 2 / bpb is what the tokenizer has of bytes per token.
+    Without a count of tokens, and besides it, loss / ln 2 / bpb is what the tokenizer has of bytes per token.
     """
     for run in folder.seed_runs:
         score = folder.score(run.log)
