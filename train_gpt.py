@@ -270,7 +270,7 @@ class TrainingSettings(ModelSettings):
     seed: int = setting(1337, "seed of the initial weights and of the data order", 0, 2**63 - 1)
     train_batch_tokens: int = setting(786_432, "tokens per optimizer step, over all ranks", 1)
     shuffle: bool = setting(True, "permute shards and sequences by SEED; 0: file order")
-    iterations: int = setting(20_000, "maximum number of steps; 0: only the time limit ends training")
+    iterations: int = setting(20_000, "maximum number of training steps; 0: no training")
     max_wallclock_seconds: float = setting(
         600.0, "time limit of training, Hessians included, in seconds; 0: none, only ITERATIONS")
     # Learning rates of the parameter groups.
@@ -395,7 +395,7 @@ class Config(TrainingSettings):
     fused_heads: str = setting(
         "auto", "Triton QK norm, rotary and XSA; auto: on CUDA, if correct", among="auto 0 1")
     checkpoint_every_seconds: float = setting(
-        0.0, "seconds between checkpoints; 0: only on a signal and, on a GPU, at the end of training")
+        0.0, "seconds between checkpoints; 0: only on a signal and at the end of training")
     resume: str = setting("", "directory of an unfinished run to continue")
     resume_other_code: bool = setting(False, "allow RESUME with a script other than the run's (recorded)")
     save_float: bool = setting(False, "also save the weights before quantization, as final_model.pt")
