@@ -370,7 +370,7 @@ class Config(TrainingSettings):
     max_eval_seconds: float = setting(
         600.0, "time limit of the headline score in seconds; TTT stops early to meet it; 0: none")
     warmup_steps: int = setting(
-        20, "untimed steps that compile each graph, after a dry run of the evaluation; undone; 0: neither",
+        20, "untimed steps that compile each graph, after a dry run of all that follows; undone; 0: neither",
         0, 1000)
     train_log_every: int = setting(50, "steps between train log lines, after the first ten; 0: none")
     val_loss_every: int = setting(0, "steps between validations, besides the first and last; 0: none at all")
@@ -2200,7 +2200,7 @@ def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
 
     GPTQ_RESERVE_SECONDS of the time limit are kept for calibration.
     """
-    step_progress = step / c.iterations if c.iterations else 1.0
+    step_progress = step / c.iterations if c.iterations else 1.0  # ITERATIONS=0: over before the first step
     if c.max_wallclock_seconds == 0:
         return step_progress
     reserve = c.gptq_reserve_seconds if c.gptq else 0.0
@@ -2208,7 +2208,7 @@ def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
 
 
 def learning_rate_scale(progress: float, step: int, c: TrainingSettings) -> float:
-    """Factor on every learning rate: 1, then linear down to MIN_LR over the warmdown.
+    """Factor on every learning rate: 1, then linear toward 0 over the warmdown, but never below MIN_LR.
 
     The warmdown is the last WARMDOWN_FRAC of the run, or, unless it is -1, the last WARMDOWN_ITERS steps.
     """
