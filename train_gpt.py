@@ -370,7 +370,7 @@ class Config(TrainingSettings):
     max_eval_seconds: float = setting(
         600.0, "time limit of the headline score in seconds; TTT stops early to meet it; 0: none")
     warmup_steps: int = setting(
-        20, "untimed steps that compile each graph, after a dry run of all that follows; undone; 0: neither",
+        20, "untimed, undone steps that compile each graph, after a dry run of the end of a run; 0: neither",
         0, 1000)
     train_log_every: int = setting(50, "steps between train log lines, after the first ten; 0: none")
     val_loss_every: int = setting(0, "steps between validations, besides the first and last; 0: none at all")
