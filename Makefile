@@ -74,8 +74,10 @@ seeds: $(READY) ## the same run with several seeds, ready to be packed; resumes 
 	@$(RUN) -m tools sweep "$(RUNS)/$(NAME).sweep" --folder "$(RUNS)"
 	@echo "pack them: $(RUN) -m tools pack $(RUNS)/$(NAME)-seed* --name MyRecord --track track_mine"
 
-# Tests run several programs at once: threads that spin would take time from others.
+# Tests start hundreds of programs, several at once: threads that spin would take time from others, and Python keeps
+# what it compiles, or each program would compile everything again.
 test test-slow test-torch: export GOMP_SPINCOUNT ?= 0
+test test-slow test-torch: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKERS=2)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m pytest -q -n $(TEST_WORKERS)

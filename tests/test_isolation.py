@@ -1,8 +1,10 @@
 """A test leaves its process as it found it, so that any selection of tests passes in any order."""
 
-import subprocess
-import sys
-from pathlib import Path
+import pytest
+
+from tests import conftest
+
+pytest_plugins = ["pytester"]
 
 CATCHES_SIGNALS = """
 import signal
@@ -24,10 +26,7 @@ def test_another():
 """
 
 
-def test_no_handler_of_a_signal_outlives_its_test(repo: Path, tmp_path: Path) -> None:
-    file = tmp_path / "test_signals.py"
-    file.write_text(CATCHES_SIGNALS)
-    options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-o", "timeout=60", f"--rootdir={tmp_path}"]
-    command = [sys.executable, "-m", "pytest", "-q", *options, str(file)]
-    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+def test_no_handler_of_a_signal_outlives_its_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(CATCHES_SIGNALS)
+    options = ["-p", "no:xdist", "-p", "no:cacheprovider", "-o", "timeout=60"]
+    pytester.inline_run(*options, plugins=[conftest]).assertoutcome(passed=2)

@@ -16,7 +16,9 @@ import pytest
 from tests.data import test_sample
 from tests.support import case, tiny
 
-NARROW = ["ascii", "cp932", "latin-1", "cp1252", "gbk"]
+# One that has none of these letters, one that has some; the others go the same way.
+OTHERS = ["latin-1", "cp1252", "gbk"]
+NARROW = ["ascii", "cp932", *(pytest.param(encoding, marks=pytest.mark.slow) for encoding in OTHERS)]
 STRANGE = "Übung-数据-🙂"
 
 
@@ -55,7 +57,7 @@ def test_names_of_any_letters_are_printed(encoding: str, made: Path, tmp_path: P
     assert done.returncode == 1 and done.stderr.startswith(b"error: ") and name in done.stderr
 
 
-@pytest.mark.parametrize("encoding", NARROW[:2])
+@pytest.mark.parametrize("encoding", NARROW[:1])
 def test_documents_of_any_letters_are_exported(encoding: str, made: Path, tmp_path: Path, repo: Path) -> None:
     docs = tmp_path / f"{STRANGE}.jsonl"
     rows = [{"text": text} for text in tiny.documents()]
