@@ -13,10 +13,10 @@ LAYERS = [
 
 def modules(repo: Path) -> dict[str, Path]:
     """Every module of the repository that can be imported, by its name."""
-    found = {}
-    for path in repo.rglob("*.py"):
-        parts = path.relative_to(repo).with_suffix("").parts
-        if parts[0] in ("train_gpt", "data", "tools", "benchmarks", "tests"):
+    found = {"train_gpt": repo / "train_gpt.py"}
+    for folder in ("data", "tools", "benchmarks", "tests"):
+        for path in (repo / folder).rglob("*.py"):
+            parts = path.relative_to(repo).with_suffix("").parts
             found[".".join(part for part in parts if part != "__init__")] = path
     return found
 

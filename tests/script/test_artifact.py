@@ -323,7 +323,7 @@ def test_a_valid_file_gets_memory_in_proportion_to_its_bytes(tiny_file: Path, tm
     """Zeros are coded in next to nothing; whatever is padded around them does not make room for them."""
     sections = sections_of(tiny_file)
     header = json.loads(zlib.decompress(sections["config"]))
-    settings = {**header["config"], "MODEL_DIM": "1024", "MLP_MULT": "4.0"}
+    settings = {**header["config"], "MODEL_DIM": "768", "MLP_MULT": "4.0"}
     config = ModelSettings.from_values(settings)
     arrays = []
     for parameter in train_gpt.parameter_table(config).values():

@@ -7,6 +7,7 @@ Triton is first imported; with a GPU the same tests run the compiled kernel, in 
 
 import dataclasses
 import gc
+import hashlib
 import math
 import os
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -649,9 +651,18 @@ print("compiled")
 @pytest.mark.parametrize("capability", [
     "90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("80", "86", "89", "100", "120")),
 ])  # fmt: skip
-def test_kernels_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]) -> None:
+def test_kernels_compile_for_real_gpus(
+    capability: str, tmp_path: os.PathLike[str], pytestconfig: pytest.Config
+) -> None:
     """Triton's compiler needs no GPU. All fits in shared memory and in registers; Hopper gets TMA and its
-    tensor cores."""
+    tensor cores. What has passed here before is not compiled again."""
+    source = Path(train_gpt.__file__).read_text(encoding="utf-8")
+    kernels = source[source.index("\n# KERNELS") : source.index("\n# OPTIMIZER")]
+    fingerprint = hashlib.sha256(f"{triton.__version__} {kernels} {COMPILE}".encode()).hexdigest()
+    cache = pytestconfig.cache
+    passed_before = f"kernels/{capability}"
+    if cache is not None and cache.get(passed_before, "") == fingerprint:
+        return
     path = os.pathsep.join([os.path.dirname(os.path.abspath(train_gpt.__file__)), *sys.path])
     environment = {
         **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path,
@@ -663,6 +674,8 @@ def test_kernels_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[st
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
     # The MLP's kernel for four products; heads and XSA, each forward and backward.
     assert set(spilled) == {("0", "0")} and len(spilled) == 8
+    if cache is not None:
+        cache.set(passed_before, fingerprint)
 
 
 # (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): odd sizes, all or

@@ -342,7 +342,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
     return with_small_shards(Lab(tmp_path_factory.mktemp("whole"), dataset)).succeed(**TWELVE)
 
 
-@pytest.mark.parametrize(("damage", "prefetch"), [*((damage, 1) for damage in GONE), ("cut", 0)])
+@pytest.mark.parametrize(("damage", "prefetch"), [
+    ("cut", 0), ("cut", 1), ("a folder", 1),
+    *(pytest.param(damage, 1, marks=pytest.mark.slow) for damage in ("removed", "replaced")),
+])  # fmt: skip
 def test_a_shard_that_goes_in_training_costs_no_step(
     damage: str, prefetch: int, lab: Lab, whole: Ended
 ) -> None:

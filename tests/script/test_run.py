@@ -259,7 +259,8 @@ def test_a_run_killed_in_its_evaluation_is_finished_with_the_same_result(finishe
 
 
 @pytest.mark.parametrize(("ancestor", "changes"), [
-    ("549", {"VE_LAYERS": "0,1", "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8}), ("591", {}), ("1493", {}),
+    ("549", {"VE_LAYERS": "0,1", "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8}), ("1493", {}),
+    pytest.param("591", {}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_command_of_an_ancestor_trains(
     ancestor: str, changes: dict[str, Any], lab: Lab, repo: Path

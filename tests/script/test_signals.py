@@ -104,6 +104,7 @@ def ranks_of(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_what_torchrun_passes_on_saves_on_every_rank(lab: Lab) -> None:
     _, out = under_torchrun(lab, signal.SIGTERM)
     assert re.search(r"^checkpoint:\S+ step:\d+$", out, re.M) and "continue with RESUME=" in out

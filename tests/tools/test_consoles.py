@@ -95,11 +95,16 @@ def commands(place: Path) -> list[tuple[object, ...]]:
     ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def wide(place: Path) -> dict[tuple[object, ...], Printed]:
+    """What the commands print on a console of UTF-8."""
+    return {arguments: printed("utf-8", arguments) for arguments in commands(place)}
+
+
 @pytest.mark.filterwarnings("ignore:Glyph")
-def test_what_a_console_cannot_print_is_escaped(place: Path) -> None:
+def test_what_a_console_cannot_print_is_escaped(place: Path, wide: dict[tuple[object, ...], Printed]) -> None:
     """Status and lines are those of UTF-8, and JSON stays JSON. Encodings take turns, but for ASCII."""
-    for number, arguments in enumerate(commands(place)):
-        whole = printed("utf-8", arguments)
+    for number, (arguments, whole) in enumerate(wide.items()):
         for encoding in ("ascii", NARROW[number % len(NARROW)]):
             narrow = printed(encoding, arguments)
             assert narrow.status == whole.status, (encoding, arguments, narrow.err)
@@ -126,23 +131,23 @@ for line in sys.stdin.buffer.read().decode("utf-8", "surrogateescape").split("\\
 """
 
 
-def test_processes_in_a_narrow_locale_end_as_others(place: Path, repo: Path) -> None:
-    wanted = [arguments for arguments in commands(place) if "--help" not in arguments]
+def test_processes_in_a_narrow_locale_end_as_others(
+    wide: dict[tuple[object, ...], Printed], repo: Path
+) -> None:
+    wanted = {arguments: whole for arguments, whole in wide.items() if "--help" not in arguments}
     lines = "\0".join("\x1f".join(map(str, arguments)) for arguments in wanted)
     base = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "PYTHONIO"))}
-    counts = []
-    for extra in ({"PYTHONUTF8": "1"}, POSIX):
-        command = [sys.executable, "-c", ALL]
-        ended = subprocess.run(
-            command, cwd=repo, env={**base, **extra}, input=lines.encode(), capture_output=True, timeout=300
-        )
-        assert ended.returncode == 0 and b"Traceback" not in ended.stderr, ended.stderr[-2000:]
-        printed_lines = ended.stdout.split(b"\n")
-        counts.append((len(printed_lines), [line for line in printed_lines if line.startswith(b"status ")]))
-    (lines_before, statuses), (lines_after, escaped) = counts
-    assert statuses == escaped and len(statuses) == len(wanted)
+    ended = subprocess.run(
+        [sys.executable, "-c", ALL], cwd=repo, env={**base, **POSIX}, input=lines.encode(),
+        capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0 and b"Traceback" not in ended.stderr, ended.stderr[-2000:]
+    narrow = ended.stdout.decode().splitlines()
+    statuses = [line for line in narrow if line.startswith("status ")]
+    assert statuses == [f"status {whole.status}" for whole in wanted.values()]
     # Names that are escaped are wider: a table may go on below, and never ends early.
-    assert lines_after >= lines_before
+    lines_before = sum(whole.out.count("\n") for whole in wanted.values())
+    assert len(narrow) - len(statuses) >= lines_before
 
 
 def test_benchmarks_escape_too(monkeypatch: pytest.MonkeyPatch) -> None:

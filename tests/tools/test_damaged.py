@@ -58,7 +58,7 @@ def test_a_damaged_summary_is_one_sentence(form: str, run: Path, tmp_path: Path,
     tool("sweep", sweep, "--table", "--runs", tmp_path / "runs", status=0 if reads_as_unfinished else 2)
 
 
-@pytest.mark.parametrize("value", [None, [], "x"])
+@pytest.mark.parametrize("value", [None, "x", pytest.param([], marks=pytest.mark.slow)])
 def test_a_value_of_another_kind_is_one_sentence(value: Any, run: Path, tmp_path: Path) -> None:
     packed = make_run(tmp_path / "packed", 1)  # of the other one, pack refuses the limit of its text
     records = tmp_path / "records"
