@@ -28,7 +28,8 @@ from tests.support.waiting import DEADLINE_SECONDS
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "train_gpt.py"
-PRELOAD = "torch._dynamo torch._refs torch.distributed numpy.ma sentencepiece"
+# This module too, or each process would import it and pytest: a fifth of what a short run takes.
+PRELOAD = "torch._dynamo torch._refs torch.distributed numpy.ma sentencepiece tests.support.processes"
 SERVER = multiprocessing.get_context("forkserver")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 OF_THE_PROCESS = ("PATH", "OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # of the process, not of a run
