@@ -55,7 +55,6 @@ from benchmarks.conditions import conditions, described  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
 from data import sample  # noqa: E402
 from data.files import DataError, escape_unprintable, sha256_file  # noqa: E402
-from tools.compare.diff import columns  # noqa: E402
 from tools.compare.driver import directory_of, locked, run_once  # noqa: E402
 from tools.compare.overview import read_row  # noqa: E402
 from tools.compare.rows import Row  # noqa: E402
@@ -65,7 +64,7 @@ from tools.runs.folder import required_object  # noqa: E402
 from tools.runs.logs import STAGES  # noqa: E402
 from tools.runs.runs import SUMMARY  # noqa: E402
 from tools.runs.settings import UNSET  # noqa: E402
-from tools.runs.writing import write_text  # noqa: E402
+from tools.runs.writing import columns, write_text  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
 
 SAMPLE = REPO / "data" / "datasets" / sample.NAME

@@ -129,7 +129,6 @@ def same_artifact(runs: list[Run], what: str) -> None:
 PHASE = re.compile(r"phase:(\S+) (\d+\.\d+)s$")
 TRAIN_TIME = re.compile(r"\btrain_time:(\d+)ms")
 LIMIT = re.compile(r"limit:(\w+) (\S+)(?:(?: of (\S+) (ok|EXCEEDED))|, no limit)$")
-EVAL_CLOCK = re.compile(r"eval_clock: scoring (\S+) s, from reading the artifact (\S+) s")
 SLACK = 40  # reads, between what a script times and the lines about it
 
 

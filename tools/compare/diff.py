@@ -20,7 +20,6 @@ from tools.runs.derive import mapping, nested, validation_set
 from tools.runs.errors import RecordError
 from tools.runs.folder import number
 from tools.runs.logs import EXACT, STAGES
-from tools.runs.reading import one_line
 from tools.runs.rules import (
     FRONTIER_P,
     MARGIN_NATS,
@@ -34,7 +33,7 @@ from tools.runs.script import Config
 from tools.runs.settings import UNSET, changed_settings
 from tools.runs.source import changed_lines, unified
 from tools.runs.stats import Comparison, Difference, RecordTest, compare, mean, mean_and_deviation, p_text
-from tools.runs.writing import print_json
+from tools.runs.writing import columns, print_json
 
 CURVE_ROWS = 12  # steps at which the text compares losses
 SIGNIFICANT_P = 0.05  # two-sided
@@ -422,19 +421,6 @@ def text(found: Sides, show_code: bool) -> str:
         f"code: +{plus} -{minus} lines" + ("\n" + found.code if show_code and found.code else ""),
     ]
     return "\n\n".join(block for block in blocks if block)
-
-
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns, each row on one line; empty text without rows."""
-    if not rows:
-        return ""
-    lines = [[one_line(cell) for cell in line] for line in (header, *rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    padded = []
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        padded.append("  ".join(cells).rstrip())
-    return "\n".join(padded)
 
 
 def as_json(found: Sides) -> dict[str, Any]:

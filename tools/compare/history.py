@@ -17,7 +17,7 @@ from tools.runs.errors import RecordError
 from tools.runs.folder import required_object
 from tools.runs.writing import json_text, write_text
 
-LOG = "log.jsonl"
+VERDICTS = "log.jsonl"
 SPREAD = "spread.json"
 
 
@@ -79,14 +79,14 @@ class Spread:
 def append(runs: Path, **entry: Any) -> None:
     """One line for a verdict."""
     line = json.dumps({"time": datetime.now().isoformat(timespec="seconds"), **entry})
-    with (runs / LOG).open("a", encoding="utf-8") as file:
+    with (runs / VERDICTS).open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
 def entries(runs: Path) -> list[dict[str, Any]]:
     """The verdicts so far. A line that a kill has torn is skipped."""
     found = []
-    path = runs / LOG
+    path = runs / VERDICTS
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             entry = json.loads(line)
@@ -104,8 +104,8 @@ def last_keep(runs: Path) -> dict[str, Any] | None:
         return None
     entry = kept[-1]
     if not isinstance(entry.get("settings"), dict) or not (runs / str(entry.get("name"))).is_dir():
-        raise RecordError(f"{runs / LOG}: the last try kept is {entry.get('name')}, whose folder or settings "
-                          "are gone; name another --base")  # fmt: skip
+        raise RecordError(f"{runs / VERDICTS}: the last try kept is {entry.get('name')}, whose folder or "
+                          "settings are gone; name another --base")  # fmt: skip
     return entry
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,7 @@ def without_docstrings(statement: ast.stmt) -> ast.stmt:
 
 def scoring_changes(base: Path, new: Path) -> list[str]:
     """Names of the definitions that score otherwise in one script than in the other."""
-    before, after = scoring_code(base), scoring_code(new)
-    return [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
+    return changed_names(scoring_code(base), scoring_code(new))
 
 
 def setting_changes(base: Any, new: Any) -> list[str]:
@@ -86,7 +85,11 @@ def setting_changes(base: Any, new: Any) -> list[str]:
 
 def data_changes(base: Any, new: Any) -> list[str]:
     """Files of the validation text and the tokenizer whose bytes are not the same on both sides."""
-    before, after = scored_files(base), scored_files(new)
+    return changed_names(scored_files(base), scored_files(new))
+
+
+def changed_names(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The names that only one side has, or that stand for something else on each."""
     return [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
 
 

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.compare.diff import columns
 from tools.runs.derive import nested, stage_scores, validation_set
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, SETTINGS_OF_A_START, is_own, required_object
 from tools.runs.logs import STAGES, read_log
 from tools.runs.runs import FINISHED, LOG, SUMMARY, settings_of
 from tools.runs.settings import UNSET, plain_values
-from tools.runs.writing import print_json
+from tools.runs.writing import columns, print_json
 
 WIDTH = 120
 NAME_WIDTH = 32

@@ -44,7 +44,7 @@ def base_side(named: str | None, runs: Path) -> Side:
             raise RecordError(f"--base {LAST_KEEP}: no try in {runs} has been kept yet; name a commit")
         return kept
     if named is not None and Path(named).is_file():
-        return Side(read_script(Path(named)), {}, named)
+        return Side(script_bytes(Path(named)), {}, named)
     if named is not None and Path(named).is_dir():
         return folder_side(Path(named))
     if named is not None:
@@ -54,7 +54,7 @@ def base_side(named: str | None, runs: Path) -> Side:
         if commit is not None:
             short = commit.decode().strip()[:9]
             return commit_side(short, f"{short}, where this branch left {branch}")
-    return kept_side(runs) or Side(read_script(SCRIPT), {}, f"{SCRIPT.name} without the change")
+    return kept_side(runs) or Side(script_bytes(SCRIPT), {}, f"{SCRIPT.name} without the change")
 
 
 def git(*arguments: str) -> bytes | None:
@@ -80,7 +80,7 @@ def folder_side(path: Path) -> Side:
     readable = path / SCRIPT.name if (path / LOG).is_file() else Folder(path).readable
     if readable is None:
         raise RecordError(f"--base {path}: no readable script there; name a script, or a commit")
-    return Side(read_script(readable), {}, str(path))
+    return Side(script_bytes(readable), {}, str(path))
 
 
 def kept_side(runs: Path) -> Side | None:
@@ -89,10 +89,10 @@ def kept_side(runs: Path) -> Side | None:
     if entry is None:
         return None
     script = runs / entry["name"] / f"{NEW}.py"
-    return Side(read_script(script), dict(entry["settings"]), f"{entry['name']}, the last one kept")
+    return Side(script_bytes(script), dict(entry["settings"]), f"{entry['name']}, the last one kept")
 
 
-def read_script(path: Path) -> bytes:
+def script_bytes(path: Path) -> bytes:
     """A script's bytes. RecordError where it cannot be read."""
     try:
         return path.read_bytes()

@@ -30,13 +30,13 @@ from pathlib import Path
 from statistics import fmean
 
 from tools.compare import overview
-from tools.compare.diff import columns
 from tools.compare.driver import directory_of, locked, run_once, scores_of, version_of
 from tools.compare.rows import Row, Sweep, read_sweep
 from tools.runs.logs import STAGES
 from tools.runs.runs import LOG
 from tools.runs.settings import UNSET
 from tools.runs.stats import PAIRED, p_text, paired
+from tools.runs.writing import columns
 
 Scores = dict[str, dict[str, float]]  # of a row: by stage, then by seed
 

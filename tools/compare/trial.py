@@ -33,7 +33,6 @@ from statistics import fmean
 from data import sample
 from data.files import write_bytes
 from tools.compare import history, judge, overview
-from tools.compare.diff import columns
 from tools.compare.driver import directory_of, locked, run_once, scores_of
 from tools.compare.rows import Row, config_class
 from tools.compare.sequential import (
@@ -57,7 +56,7 @@ from tools.compare.sides import (
     budget_settings,
     changes_of,
     folder_name,
-    read_script,
+    script_bytes,
 )
 from tools.runs.errors import RecordError
 from tools.runs.folder import required_object
@@ -66,6 +65,7 @@ from tools.runs.runs import SUMMARY
 from tools.runs.script import find_path
 from tools.runs.settings import UNSET
 from tools.runs.stats import of_pairs, p_text
+from tools.runs.writing import columns
 
 EXIT = {KEEP: 0, DROP: 1, UNDECIDED: 3}
 
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         raise RecordError(f"--useful {args.useful:g}: expected a gain in bits per byte, 0 or more")
     changes = changes_of(args.changes)
     base = base_side(args.base, args.runs)
-    new = Side(read_script(args.script), {**base.settings, **changes}, str(args.script))
+    new = Side(script_bytes(args.script), {**base.settings, **changes}, str(args.script))
     if (base.script, base.settings) == (new.script, new.settings):
         raise RecordError(f"both sides are the same: {args.script} is the script of {base.origin}, and no "
                           "setting differs; edit it, give SETTING=VALUE, or name another --base")  # fmt: skip

@@ -15,6 +15,7 @@ from tools.runs.stats import Comparison, compare, deviation, mean
 from tools.runs.techniques import technique_summary
 
 IDENTITY = ("author", "github_id", "name", "blurb", "date", "track")
+OTHER_CODE = " after "  # in the hash of the code, between the scripts of a run that RESUME_OTHER_CODE went on
 PROVED_UNTIL_0_6_2 = {"B5": "score_first", "B15": "no_network"}  # by the names of its checks
 SCORE_FIRST = {"endings", "sums"}  # the laws that a score keeps which learns from nothing before it is scored
 
@@ -37,11 +38,6 @@ def nested(value: Mapping[str, Any], *keys: str) -> Any:
     return value
 
 
-def noted_bytes(manifest: Path) -> Any:
-    """Bytes of the validation text, as a manifest notes them of its sidecar; None where it notes none."""
-    return nested(read_object(manifest) or {}, "splits", "val", "audit", "sidecar_bytes")
-
-
 def audited_bytes(manifest: Path) -> Any:
     """Bytes of the validation text, as whoever made the data audited them; None where nobody did.
 
@@ -49,6 +45,12 @@ def audited_bytes(manifest: Path) -> Any:
     """
     audit = mapping(read_object(manifest) or {}, "splits", "val", "audit")
     return audit.get("sidecar_bytes", audit.get("decoded_bytes"))
+
+
+def is_of_mixed_code(summary: Mapping[str, Any]) -> bool:
+    """Whether a run went on with another script than it began with (RESUME_OTHER_CODE)."""
+    # `former` was written until 0.5.4, both hashes in one text since then.
+    return OTHER_CODE in str(nested(summary, "code", "sha256")) or bool(nested(summary, "code", "former"))
 
 
 def is_limited(summary: Mapping[str, Any]) -> bool:

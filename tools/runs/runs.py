@@ -36,7 +36,6 @@ SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 SHIPPED = "train_gpt.shipped.py"  # the form of the script that the run counted
 FINISHED = "finished"
-OTHER_CODE = " after "  # in the hash of the code, between the scripts of a run that RESUME_OTHER_CODE went on
 PLACES = {"DATA_PATH", "TOKENIZER_PATH", "CONFIG", "FOREIGN_NAMES"}  # where a run reads, not what it does
 METRICS_BYTES_MAX = 64 * 2**20  # of a metrics.jsonl; no run writes a fifth of it
 LOGS_NAMED_MAX = 3  # of files that are not logs, in a message

@@ -1,17 +1,18 @@
-"""Text, JSON and figures as every file and every `--json` of these tools has them."""
+"""Text, tables, JSON and figures as every file and every `--json` of these tools has them."""
 
 from __future__ import annotations
 
 import importlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from data.files import write_bytes
 from tools.runs.errors import RecordError
-from tools.runs.reading import printable
+from tools.runs.reading import one_line, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,6 +56,19 @@ def json_text(value: Any) -> str:
 def print_json(value: Any) -> None:
     """Print indented JSON in ASCII: a console that escapes what it cannot print would spoil any other."""
     print(json.dumps(value, indent=2))
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, each row on one line; empty text without rows."""
+    if not rows:
+        return ""
+    lines = [[one_line(cell) for cell in line] for line in (header, *rows)]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    padded = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        padded.append("  ".join(cells).rstrip())
+    return "\n".join(padded)
 
 
 def pyplot_without_display() -> ModuleType:

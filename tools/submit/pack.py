@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import hashlib
 import platform
@@ -12,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tools.runs.derive import (
     data_facts,
     hardware,
     is_limited,
+    is_of_mixed_code,
     mapping,
     nested,
     proof_facts,
@@ -76,7 +78,6 @@ from tools.runs.rules import (
 from tools.runs.runs import (
     FINISHED,
     LOG,
-    OTHER_CODE,
     SHIPPED,
     SUMMARY,
     Group,
@@ -139,18 +140,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check_names(args)
     base = load_group(args.baseline) if args.baseline is not None else None
-    runs = [
-        RunDirectory(path) for path in tqdm(args.runs, desc="reading runs", disable=not sys.stderr.isatty())
-    ]
-    refusals = refuse(runs)
-    if refusals:
-        raise RecordError("refused:\n  - " + "\n  - ".join(refusals))
-    runs.sort(key=lambda directory: directory.seed or 0)
-    track = args.track
-    if not track:
-        track = track_of(runs[0])
-        for reason in no_record_because(runs[0]):
-            print(f"note: {track}, not {RECORD_TRACK}: {reason}", file=sys.stderr)
+    runs = read_runs(args.runs)
+    track = args.track or track_with_reasons(runs[0])
     identity = {key: getattr(args, key) for key in ("author", "github_id", "name", "blurb", "date")}
     identity["track"] = track.removeprefix("track_")  # as the challenge's own folders have it
     missing = missing_options(identity)
@@ -165,31 +156,56 @@ def run(args: argparse.Namespace) -> int:
     destination = _destination(args.records, track, f"{args.date}_{args.name}")
     code = code_to_ship(runs[0], args.wrap)
     shared = None if args.with_source else place_to_share(args.records, code.readable)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
-    try:
+    with _staged(destination) as staging:
         packed = write_folder(staging, runs, code, identity, base, args.also, shared, proof)
         over = over_cap(packed, runs, track)
         if over:
             raise RecordError(over)
         if shared is not None and code.readable is not None:
             write_bytes(shared, code.readable)
+    if args.json:
+        print_json({"folder": str(destination), **packed})
+        return 0
+    print(f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)")
+    if missing:
+        told = f"{', '.join(missing)} not given"
+        print(f"note: {told}: a submission needs them; give them, and another --name")
+    if track == RECORD_TRACK:
+        print(f"say what is new below the end mark of {destination / README}: the challenge asks for it")
+    if proof is None:
+        print(not_proved(destination))
+    return 0
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunDirectory]:
+    """The runs by their seeds. RecordError with every reason why they are no record."""
+    progress = tqdm(paths, desc="reading runs", disable=not sys.stderr.isatty())
+    runs = [RunDirectory(path) for path in progress]
+    refusals = refuse(runs)
+    if refusals:
+        raise RecordError("refused:\n  - " + "\n  - ".join(refusals))
+    return sorted(runs, key=lambda directory: directory.seed or 0)
+
+
+def track_with_reasons(directory: RunDirectory) -> str:
+    """The track that a run belongs to; prints why that is not the record track."""
+    track = track_of(directory)
+    for reason in no_record_because(directory):
+        print(f"note: {track}, not {RECORD_TRACK}: {reason}", file=sys.stderr)
+    return track
+
+
+@contextlib.contextmanager
+def _staged(destination: Path) -> Iterator[Path]:
+    """A folder beside the destination that takes its place at the end, whole, unless there is an error."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
+    try:
+        yield staging
         staging.chmod(0o755)
         staging.rename(destination)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    if args.json:
-        print_json({"folder": str(destination), **packed})
-    else:
-        print(f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)")
-        if missing:
-            told = f"{', '.join(missing)} not given"
-            print(f"note: {told}: a submission needs them; give them, and another --name")
-        if track == RECORD_TRACK:
-            print(f"say what is new below the end mark of {destination / README}: the challenge asks for it")
-        if proof is None:
-            print(not_proved(destination))
-    return 0
 
 
 def proof_of(path: Path | None, sha256: str) -> dict[str, Any] | None:
@@ -408,7 +424,7 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
             f"{directory.path / LOG} says seed {directory.log.seed}, {SUMMARY} says {directory.seed}"
         )
     recorded = str(nested(summary, "code", "sha256") or "")
-    if OTHER_CODE in recorded or nested(summary, "code", "former"):
+    if is_of_mixed_code(summary):
         reasons.append(f"{directory.path} was continued with different code: train that seed again")
     elif recorded and recorded != directory.script.sha256:
         reasons.append(f"{directory.path / SCRIPT} is not the code that ran: sha256 differs from {SUMMARY}")

@@ -15,6 +15,7 @@ from tools.runs.derive import (
     Evidence,
     compare_with,
     data_facts,
+    is_of_mixed_code,
     mapping,
     nested,
     proof_facts,
@@ -45,7 +46,7 @@ from tools.runs.folder import (
     source_link,
 )
 from tools.runs.logs import decimals
-from tools.runs.runs import OTHER_CODE, Group, load_group, settings_in, settings_sha256, settings_that_differ
+from tools.runs.runs import Group, load_group, settings_in, settings_sha256, settings_that_differ
 from tools.runs.source import read_script, same_program
 from tools.submit import readme
 from tools.submit.findings import Finding, fail, warn
@@ -108,7 +109,7 @@ def check_code(folder: Folder) -> Iterator[Finding]:
     for seed, summary in folder.summaries.items():
         ran = str(nested(summary, "code", "sha256") or "")
         where = SUMMARY_NAME.format(seed=seed)
-        if OTHER_CODE in ran or nested(summary, "code", "former"):  # the latter was written until 0.5.4
+        if is_of_mixed_code(summary):
             text = f"seed {seed} ran mixed code: it began with another script (RESUME_OTHER_CODE)"
             yield fail("A6", text, where, "train that seed again, with one script from start to end")
         elif ran and ran != digest:
