@@ -24,9 +24,11 @@ import torch
 import train_gpt
 from data.shards import BOS_ID, write_shard
 from tests.support.processes import ONE_THREAD, SCRIPT, SHORT_END, TINY_RUN, Ended, Lab
+from tests.support.shipped import the_wrapped_form_is_made_once
 from tests.support.tiny import VOCAB_SIZE, documents, tokens_of, train_tokenizer
 from tests.support.waiting import DEADLINE_SECONDS
 
+__all__ = ["the_wrapped_form_is_made_once"]
 TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
 
 

@@ -1,25 +1,13 @@
-"""A verb as the tests call it. The script wraps its own source in half a second: for the tests once."""
+"""A verb as the tests call it."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-import train_gpt
+from tests.support.shipped import the_wrapped_form_is_made_once
 from tools.__main__ import main
-from tools.runs import script
 
-SHIPPED_CODE = functools.cache(train_gpt.shipped_code)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def the_wrapped_form_is_made_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "shipped_code", SHIPPED_CODE)
-        patch.setattr(script, "shipped_code", SHIPPED_CODE)
-        yield
-
-
+__all__ = ["the_wrapped_form_is_made_once"]
 Tool = Callable[..., str]
 
 
