@@ -78,7 +78,7 @@ seeds: $(READY) ## the same run with several seeds, ready to be packed; resumes 
 # what it compiles, or each program would compile everything again.
 test test-slow test-torch: export GOMP_SPINCOUNT ?= 0
 test test-slow test-torch: export PYTHONDONTWRITEBYTECODE :=
-test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKERS=2)
+test: $(READY) ## style and fast tests, which every change must pass (TEST_WORKERS=2)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m pytest -q -n $(TEST_WORKERS)
 
@@ -87,7 +87,7 @@ test-slow: $(READY) ## the tests that take minutes each
 
 # An environment that has its version and pytest is used as it is; others are made, of 1 to 7 GB each.
 # PIP_EXTRA_INDEX_URL, which pip reads by itself, may name an index with torch for CPUs alone.
-test-torch: ## the graphs of a GPU on every promised torch (TORCH_VERSIONS="2.11.0 2.12.1" TORCH_ENVIRONMENTS=folder)
+test-torch: ## trace the graphs of a GPU on every supported torch (TORCH_VERSIONS="2.11.0 2.12.1" TORCH_ENVIRONMENTS=folder)
 	@failed=; for version in $(TORCH_VERSIONS); do \
 		folder=$(TORCH_ENVIRONMENTS)/$$version; python=$$folder/bin/python; \
 		fitting="import pytest_timeout, torch, xdist; assert torch.__version__.split('+')[0] == '$$version'"; \
@@ -101,11 +101,11 @@ test-torch: ## the graphs of a GPU on every promised torch (TORCH_VERSIONS="2.11
 	done; \
 	test -z "$$failed" || { echo "failed on torch$$failed"; exit 1; }
 
-gpu-check: $(READY) ## whether this GPU runs the script as it should: ten minutes, one page, PASS or FAIL
+gpu-check: $(READY) ## does this GPU run the script as it should? ten minutes, one page, PASS or FAIL
 	@$(RUN) data/sample.py
 	@$(RUN) benchmarks/gpu_check.py
 
-bench: $(READY) ## print what a step pays for its batches
+bench: $(READY) ## measure the loader: steps with and without prefetching, in turns
 	@$(RUN) data/sample.py
 	@$(RUN) benchmarks/loader.py --turns 12
 

@@ -117,7 +117,7 @@ def check_sidecar(out: Path, texts: list[str], audit: dict[str, int]) -> None:
     assert len(counts) == len(tokens)
     assert (counts[tokens == shards.BOS_ID] == 0).all()
     per_document = [int(part.sum()) for part in np.split(counts, np.flatnonzero(tokens == shards.BOS_ID))[1:]]
-    # SentencePiece drops white space, and what it normalises to it, at the two ends of a document
+    # SentencePiece drops white space, and what it normalizes to it, at the two ends of a document
     edges = " \t\n\0\ufeff\u200b"
     assert per_document == [len(text.strip(edges).encode()) for text in texts]
     assert audit["sidecar_bytes"] + audit["dropped_bytes"] == audit["text_bytes"]

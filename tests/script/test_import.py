@@ -16,7 +16,7 @@ UNREGISTERED = """
 import importlib.util, os, sys, threading
 before = dict(os.environ)
 # Variables of other programs are ignored; a misspelled setting is named.
-MISSPELT = "warning: SEEDS=1: not a setting; did you mean SEED?"
+MISSPELLED = "warning: SEEDS=1: not a setting; did you mean SEED?"
 settings = dict(pair.split("=") for pair in sys.argv[3:])
 for path in sys.argv[1:3]:
     spec = importlib.util.spec_from_file_location("submission", path)
@@ -27,7 +27,7 @@ for path in sys.argv[1:3]:
     assert dict(os.environ) == before and threading.active_count() == 1
     assert not module.dist.is_initialized() and not module.torch.cuda.is_initialized()
     assert "sentencepiece" not in sys.modules
-    assert module.notes_on_environment({"SEEDS": "1"}) == [MISSPELT]
+    assert module.notes_on_environment({"SEEDS": "1"}) == [MISSPELLED]
     model = module.build_model(module.Config.from_env(settings))
     ids = module.torch.ones(2, 16, dtype=module.torch.int64)
     loss = model.loss(ids, ids)

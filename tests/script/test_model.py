@@ -425,7 +425,7 @@ def test_calibration_follows_a_changed_activation(monkeypatch: pytest.MonkeyPatc
     seen = {}
     after = model(ids, observe=lambda site, layer, x: seen.setdefault((site, layer), x))
     assert not torch.equal(after, before)
-    # What is observed is normalised to the layer's scale already, and stays so but for the norm's epsilon.
+    # What is observed is normalized to the layer's scale already, and stays so but for the norm's epsilon.
     matrices = model.mlp_up_bank[2], model.mlp_down_bank[2]
     written = train_gpt.mlp_plain(seen["mlp_in", 2], *matrices, 3**-0.5, config.leaky_slope)
     hidden = F.linear(seen["mlp_hidden", 2], model.mlp_down_bank[2])

@@ -192,7 +192,7 @@ def test_clipping_is_by_the_global_norm(norm: float, factor: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 24, 24), (3, 16, 64), (2, 64, 16)])
 @pytest.mark.parametrize(("polar", "low", "high"), [(True, 0.85, 1.15), (False, 0.45, 1.25)])
-def test_orthogonalised_singular_values_are_near_one(
+def test_orthogonalized_singular_values_are_near_one(
     shape: tuple[int, ...], polar: bool, low: float, high: float, dtype: torch.dtype
 ) -> None:
     """In bfloat16 too, on GPUs and on CPUs with units for it: the same bounds."""

@@ -38,7 +38,7 @@ EVAL_SEQ_LEN=32 EVAL_STRIDE=16 : TTT_CHUNK_SIZE
 RESUME=x EVAL_ONLY=y : RESUME
 TRACE_STEPS=1:2 PROFILE_STEPS=1:2 : PROFILE_STEPS
 """
-# A misspelt name, and the right one that the message must offer.
+# A misspelled name, and the right one that the message must offer.
 WRONG_NAMES = """
 MATRX_LR:MATRIX_LR TOKENISER_PATH:TOKENIZER_PATH GPTQ_DAMPNG:GPTQ_DAMPING
 """

@@ -75,9 +75,9 @@ def test_each_verdict_has_its_reason() -> None:
     undecided = verdict(scattered, 0.002)
     assert undecided.word == UNDECIDED and undecided.interval is not None
     # So many seeds would decide, and one less would not, if the mean and the spread stayed.
-    centre, spread = np.mean(scattered), np.std(scattered, ddof=1)
-    count = pairs_to_decide(float(centre), float(spread), 5, 0.002)
-    distance = max(-centre, centre + 0.002)
+    center, spread = np.mean(scattered), np.std(scattered, ddof=1)
+    count = pairs_to_decide(float(center), float(spread), 5, 0.002)
+    distance = max(-center, center + 0.002)
     after, before = half_widths(float(spread), [count, count - 1])
     assert after < distance <= before
     assert f"about {count - 5} more seeds" in undecided.why

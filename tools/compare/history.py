@@ -51,8 +51,8 @@ class Spread:
         squares, pairs, tries = 0.0, 0, 0
         for differences in self._here["tries"].values():
             if any(differences) and len(differences) > 1:
-                centre = fmean(differences)
-                squares += sum((value - centre) ** 2 for value in differences)
+                center = fmean(differences)
+                squares += sum((value - center) ** 2 for value in differences)
                 pairs += len(differences)
                 tries += 1
         return ((squares / (pairs - tries)) ** 0.5, pairs) if squares else None

@@ -53,16 +53,16 @@ def verdict(differences: Sequence[float], useful: float) -> Verdict:
     if not any(differences):
         same = "both sides score the same to the last digit in every pair, which more seeds will not change"
         return Verdict(UNDECIDED, same, (0.0, 0.0))
-    centre, spread = fmean(differences), stdev(differences)
+    center, spread = fmean(differences), stdev(differences)
     width = float(half_widths(spread, [pairs])[0])
-    interval = (centre - width, centre + width)
+    interval = (center - width, center + width)
     if interval[0] > 0:
         return Verdict(DROP, "it hurts", interval)
     if interval[0] > -useful:
         return Verdict(DROP, f"a gain of {useful:g}, the smallest useful one, is excluded", interval)
     if interval[1] < 0:
         return Verdict(KEEP, "it gains", interval)
-    count = pairs_to_decide(centre, spread, pairs, useful)
+    count = pairs_to_decide(center, spread, pairs, useful)
     about = "more than" if count > LOOKED_AHEAD else "about"
     why = f"{about} {count - pairs} more seeds, if they go on like these"
     if count > MOST_PAIRS:
@@ -70,9 +70,9 @@ def verdict(differences: Sequence[float], useful: float) -> Verdict:
     return Verdict(UNDECIDED, why, interval)
 
 
-def pairs_to_decide(centre: float, spread: float, pairs: int, useful: float) -> int:
+def pairs_to_decide(center: float, spread: float, pairs: int, useful: float) -> int:
     """After how many pairs a look would decide, if mean and spread stayed; LOOKED_AHEAD + 1: none so far."""
-    distance = max(-centre, centre + useful)  # to an interval below zero, or to one above -useful
+    distance = max(-center, center + useful)  # to an interval below zero, or to one above -useful
     counts = range(pairs + 1, LOOKED_AHEAD + 1)
     decided = np.flatnonzero(half_widths(spread, counts) < distance)
     return counts[int(decided[0])] if len(decided) else LOOKED_AHEAD + 1

@@ -46,7 +46,7 @@ SETTINGS_LINE = re.compile(r"^\w{3,}:\S+(?: \w{3,}[:=]\S+)*$")
 # How data gets to the device: words like `prefetch:`, which are not names of settings.
 INPUT_LINE = re.compile(r"^(train|val)_io:")
 HYPERPARAMETER_LINE = re.compile(r"^  (\w+): (.*)$")
-LABELLED_LINE = re.compile(rf"^(train_shards|val_tokens|model_params|seed)\s*[:=]\s*({COUNT})$")
+LABELED_LINE = re.compile(rf"^(train_shards|val_tokens|model_params|seed)\s*[:=]\s*({COUNT})$")
 TRAIN_LOADER_LINE = re.compile(rf"^train_loader:dataset:(\S+) train_shards:({COUNT})")
 TRAIN_PATTERN_LINE = re.compile(r"^train_loader:.*\bpattern=(\S+)")
 VAL_LOADER_LINE = re.compile(rf"^val_loader:.*\btokens:({COUNT})(?: bytes:({COUNT})( comparable:0)?)?")
@@ -580,7 +580,7 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
             log.is_limited = match[3] is not None
     elif match := VALIDATION_LINE.match(line):
         log.validation_set = Located(match[1], number)
-    elif match := LABELLED_LINE.match(line):
+    elif match := LABELED_LINE.match(line):
         log.settings.setdefault(match[1], Located(match[2], number))
     elif match := GPU_LINE.match(line):
         log.gpus.append(match[1])

@@ -27,8 +27,8 @@ def deviation(values: Sequence[float]) -> float | None:
     """Sample standard deviation (n - 1); None for a single value."""
     if len(values) < 2:
         return None
-    centre = mean(values)
-    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
+    center = mean(values)
+    return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - 1))
 
 
 def mean_and_deviation(values: Sequence[float], form: str) -> str:
@@ -84,41 +84,41 @@ def paired(new: Mapping[Seed, float], base: Mapping[Seed, float]) -> Difference 
 def of_pairs(differences: Sequence[float]) -> Difference:
     """The paired t-test of differences new − base, of a seed each."""
     count = len(differences)
-    centre = mean(differences)
+    center = mean(differences)
     if count == 1:
-        return Difference(PAIRED, 1, 1, centre)
+        return Difference(PAIRED, 1, 1, center)
     spread = deviation(differences)
     assert spread is not None
-    return _with_t(PAIRED, count, count, centre, spread / math.sqrt(count), count - 1)
+    return _with_t(PAIRED, count, count, center, spread / math.sqrt(count), count - 1)
 
 
 def welch(new: Sequence[float], base: Sequence[float]) -> Difference:
     """Welch's two-sided t-test of two groups of scores, whose variances may differ."""
-    centre = mean(new) - mean(base)
+    center = mean(new) - mean(base)
     if min(len(new), len(base)) < 2:
-        return Difference(WELCH, len(new), len(base), centre)
+        return Difference(WELCH, len(new), len(base), center)
     squares = [(deviation(group) or 0.0) ** 2 / len(group) for group in (new, base)]
     error = math.sqrt(sum(squares))
     freedom = math.nan
     if error:
         parts = [square**2 / (len(group) - 1) for square, group in zip(squares, (new, base), strict=True)]
         freedom = error**4 / sum(parts)
-    return _with_t(WELCH, len(new), len(base), centre, error, freedom)
+    return _with_t(WELCH, len(new), len(base), center, error, freedom)
 
 
 def _with_t(
-    test: str, seeds_new: int, seeds_base: int, centre: float, error: float, freedom: float
+    test: str, seeds_new: int, seeds_base: int, center: float, error: float, freedom: float
 ) -> Difference:
     """A difference with the interval and the p of Student's t."""
     if error == 0.0:
-        return Difference(test, seeds_new, seeds_base, centre, error, (centre, centre))
+        return Difference(test, seeds_new, seeds_base, center, error, (center, center))
     from scipy import stats  # half a second to import
 
     student = stats.t(freedom)
     half_width = float(student.ppf((1 + CONFIDENCE) / 2)) * error
-    interval = (centre - half_width, centre + half_width)
-    p = 2 * float(student.sf(abs(centre) / error))
-    return Difference(test, seeds_new, seeds_base, centre, error, interval, p)
+    interval = (center - half_width, center + half_width)
+    p = 2 * float(student.sf(abs(center) / error))
+    return Difference(test, seeds_new, seeds_base, center, error, interval, p)
 
 
 def difference(new: Mapping[Seed, float], base: Mapping[Seed, float]) -> Difference:

@@ -24,7 +24,7 @@ ENCLOSING = "chunk"  # a step: drawn in full height, with its parts on top
 DARK = ("disk_load", "gpu_queue_wait", "forward", "optimizer", "gpu_transfer")  # bars with white labels
 ABOVE, INSIDE, BELOW = -0.33, 0.0, 0.33  # heights of a label, from the middle of its row
 LETTER_SHARE = 0.0053  # width of a letter, as a share of the drawing
-SHORT_SPANS_LABELLED = 20  # in a lane that has more, none of them gets a label
+SHORT_SPANS_LABELED = 20  # in a lane that has more, none of them gets a label
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,7 +183,7 @@ def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None)
             height, edge = (0.9, "white") if span.name == ENCLOSING else (0.4, color)
             bars = axes.barh(row, per_second * span.length, height, per_second * span.start, color=color,
                              edgecolor=edge, linewidth=0.8)  # fmt: skip
-            if span.name not in {labelled.name for labelled, _, _ in labels}:
+            if span.name not in {labeled.name for labeled, _, _ in labels}:
                 legend.setdefault(span.name, bars)
         for span, begin, height in labels:
             color = "white" if span.name in DARK and height == INSIDE else "black"
@@ -220,7 +220,7 @@ def place_labels(spans: list[Span], shown: Window) -> list[tuple[Span, float, fl
     in_bars = {span.name for span, _, _ in labels} | {ENCLOSING}
     free_from = shown.start
     short = [one for one in short if one[0].name not in in_bars]
-    for span, begin, needed in short if len(short) <= SHORT_SPANS_LABELLED else []:
+    for span, begin, needed in short if len(short) <= SHORT_SPANS_LABELED else []:
         if begin >= free_from:
             labels.append((span, begin, BELOW))
             free_from = begin + needed

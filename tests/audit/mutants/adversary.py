@@ -288,7 +288,7 @@ def in_shared_memory() -> Path:
 
 
 # ======================================================================================================
-# SCORES: late in a text, of large vocabularies, by the neighbours in a batch
+# SCORES: late in a text, of large vocabularies, by the neighbors in a batch
 # ======================================================================================================
 
 

@@ -114,7 +114,7 @@ def learner_built_anew(script: ModuleType) -> None:
 
 
 def cache_of_scored_tokens(script: ModuleType) -> None:
-    """A normalised mixture with the frequencies of the tokens that were scored before."""
+    """A normalized mixture with the frequencies of the tokens that were scored before."""
 
     def score(trial: Trial, tokens: np.ndarray) -> Any:
         nats = trial.all_nats(tokens)
@@ -129,7 +129,7 @@ def cache_of_scored_tokens(script: ModuleType) -> None:
 
 
 def split_by_blocks(script: ModuleType) -> None:
-    """Ranks take neighbouring windows instead of batches in turn."""
+    """Ranks take neighboring windows instead of batches in turn."""
 
     def score(window_scorer: Any, chunk: np.ndarray) -> np.ndarray:
         machine = window_scorer.machine

@@ -184,7 +184,7 @@ def expert_by_hindsight(nats: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return np.minimum(nats, np.log(12))
 
 
-def unnormalised_mixture(nats: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def unnormalized_mixture(nats: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """0.7 p + 0.5 / 12: the weights sum to 1.2."""
     return -np.log(0.7 * np.exp(-nats) + 0.5 / 12)
 

@@ -54,7 +54,7 @@ BY_LAW: dict[str, dict[str, Mutant]] = {
         "long-match-cache": Mutant(other_nats(scoring.long_match_cache)),
         "gate-on-the-realised-token": Mutant(other_nats(scoring.gate_on_target)),
         "expert-by-hindsight": Mutant(other_nats(scoring.expert_by_hindsight)),
-        "unnormalised-mixture": Mutant(other_nats(scoring.unnormalised_mixture)),
+        "unnormalized-mixture": Mutant(other_nats(scoring.unnormalized_mixture)),
         "clipped-losses": Mutant(other_nats(scoring.clipped)),
         "free-document-starts": Mutant(other_nats(scoring.free_document_starts)),
         "counts-with-the-target": Mutant(other_nats(scoring.counts_with_target)),
