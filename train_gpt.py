@@ -6048,6 +6048,27 @@ def log_limit(run: Run, name: str, value: float, limit: float) -> dict[str, Any]
     return {"value": value, "limit": limit, "ok": is_kept}
 
 
+def versions_and_hardware(machine: Machine) -> dict[str, Any]:
+    """What the run ran on, for summary.json. All ranks call it together."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "cuda": torch.version.cuda,
+            "triton": getattr(triton, "__version__", None),
+        },
+        "hardware": {
+            "gpus": machine.gather(machine.device_name) if machine.on_gpu else [],
+            "world_size": machine.world_size,
+            "cores": os.cpu_count(),
+            "device": machine.device_name,
+            "dtype": f"{machine.dtype}",
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
 def summarize(
     config: Config, run: Run, inputs: Inputs, trained: Trained, artifact: ArtifactInfo,
     scores: dict[str, Score], reload_seconds: float, compile_seconds: float,
@@ -6093,21 +6114,7 @@ def summarize(
             "validation": "official" if data.official else "your own",
             "validation_name": data.official,
         },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "cuda": torch.version.cuda,
-            "triton": getattr(triton, "__version__", None),
-        },
-        "hardware": {
-            "gpus": machine.gather(machine.device_name) if machine.on_gpu else [],
-            "world_size": machine.world_size,
-            "cores": os.cpu_count(),
-            "device": machine.device_name,
-            "dtype": f"{machine.dtype}",
-            "threads": torch.get_num_threads(),
-        },
+        **versions_and_hardware(machine),
         "phases": run.phases,
         "artifact": artifact._asdict(),
         "comparable": not data.mark,
