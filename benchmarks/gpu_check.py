@@ -322,8 +322,8 @@ def judge_evaluation(
 def predicted_bytes(config: Config, world_size: int, bytes_a_value: int = 2) -> int:
     """Peak bytes of one of `world_size` ranks in training with recurrence, averages and optimizer included.
 
-    bytes_a_value: of activations: 2 for bf16, with the Triton kernels; 4 for fp32, without them. For the default
-    run it is 8% above the peak measured on an H100 (results/h100/README.md).
+    bytes_a_value: of activations: 2 for bf16, with the Triton kernels; 4 for fp32, without them. For the
+    default run it is 8% above the peak measured on an H100 (results/h100/README.md).
     """
     tokens = min(config.micro_batch_tokens, config.train_batch_tokens // world_size)
     rows = tokens // config.train_seq_len
