@@ -5,6 +5,7 @@ Nothing here runs on a device: graphs are traced and give zeros, and time is cou
 
 import contextlib
 import copy
+import importlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -432,3 +433,60 @@ def test_a_run_says_how_long_it_took_to_start_and_whether_its_graphs_were_compil
         line = train_gpt.start_line(run)
         assert line.startswith("start: 75.5 s ") and f"{state}: {found} of 14 graphs" in line
     assert "graphs" not in train_gpt.start_line(train_gpt.Run(Machine(), phases={"preflight": 3.0}))
+
+
+class Doubled(torch.autograd.Function):
+    """An autograd function, as each of our kernels has one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """2 x."""
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> Tensor:
+        """Its gradient."""
+        return 2 * d_y
+
+
+@pytest.fixture
+def cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """The compiler's cache in a folder of its own; its settings are restored."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    settings: Any = importlib.import_module("torch._functorch.config")
+    compiler: Any = torch.compiler.config
+    with (
+        settings.patch("autograd_cache_allow_custom_autograd_functions", False),
+        compiler.patch("cache_key_tag", ""),
+    ):
+        yield
+
+
+@pytest.mark.slow
+def test_graphs_with_our_autograd_functions_are_cached(cache_settings: None) -> None:
+    """By default torch traces them in every run: a minute or two of an H100 for the default model."""
+
+    def outcomes() -> dict[str, int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(Doubled.apply, dynamic=False, fullgraph=True)
+        compiled(torch.ones(16, requires_grad=True)).sum().backward()
+        counts = torch._dynamo.utils.counters["aot_autograd"]
+        return {key: count for key, count in counts.items() if "cache" in key}
+
+    assert outcomes() == {"autograd_cache_bypass": 1}, "this version of torch caches them by default"
+    train_gpt.cache_compiled_graphs()
+    assert outcomes() == {"autograd_cache_miss": 1, "autograd_cache_saved": 1}
+    assert outcomes() == {"autograd_cache_hit": 1}
+
+
+def test_other_shapes_of_our_operators_are_another_entry_of_the_cache(
+    cache_settings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cached graph has the shapes that they return, and its key does not."""
+    tags = set()
+    for function in (train_gpt.heads_shapes, train_gpt.xsa_shapes):
+        monkeypatch.setattr(train_gpt, "heads_shapes", function)
+        train_gpt.cache_compiled_graphs()
+        tags.add(torch.compiler.config.cache_key_tag)
+    assert len(tags) == 2 and "" not in tags
