@@ -399,6 +399,7 @@ for number, changes in enumerate([{}, {b"DATA_PATH": "/d\\xe4t\\xe4".encode("utf
 """
 
 
+@pytest.mark.slow
 def test_a_locale_that_is_not_utf_8(lab: Lab) -> None:
     settings = lab.settings(ITERATIONS=1, **SHORT_END, **ASCII)
     done = subprocess.run(

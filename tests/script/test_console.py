@@ -64,9 +64,12 @@ def test_no_console_at_all_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_whole_run_on_a_narrow_console_prints_what_its_log_has(lab: Lab) -> None:
     folder = lab.folder / "Übung-数据"
-    narrow = 'sys.stdout = open(1, "w", encoding="ascii", closefd=False)'  # as Python makes it when it starts
+    # As Python finds it when it starts. A file that is opened without an encoding is of this locale, too.
+    narrow = 'import locale; locale.setlocale(locale.LC_ALL, "C")\n'
+    narrow += 'sys.stdout = open(1, "w", encoding="ascii", closefd=False)'
     ended = lab.succeed(fault=narrow, ITERATIONS=1, RUNS_DIR=folder, **SHORT_END)
     log = (folder / "run" / "log.txt").read_text("utf-8")
+    assert "Übung-数据" in log
     assert ended.out == log.encode("ascii", "backslashreplace").decode("ascii")
     assert re.search(r"^run:.*\\xdcbung-\\u6570\\u636e/run$", ended.out, re.M)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.planted import signal_at_step
-from tests.support.processes import SCRIPT, SHORT_END, Ended, Lab
-from tests.support.waiting import wait_until
+from tests.support.processes import SCRIPT, SHORT_END, Ended, Lab, free_port
+from tests.support.waiting import is_running, wait_until
 
 WARNINGS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
             signal.SIGXCPU]  # fmt: skip
@@ -112,9 +112,41 @@ def test_what_torchrun_passes_on_saves_on_every_rank(lab: Lab) -> None:
     wait_until(lambda: not ranks_of(lab.folder))
 
 
+@pytest.mark.slow
 def test_ranks_save_and_end_when_torchrun_is_gone(lab: Lab) -> None:
     """USR1 ends torchrun, which does not handle it: its ranks must not run on alone."""
     ended, out = under_torchrun(lab, signal.SIGUSR1)
     assert ended.status != 0 and "continue with RESUME=" in out
     assert (lab.folder / "runs" / "run" / "checkpoint.pt").exists()
     wait_until(lambda: not ranks_of(lab.folder))
+
+
+# Starts two ranks as torchrun does, but forks them: they need not load torch once more.
+LAUNCHER = """
+import os, runpy, sys
+del sys.argv[0]
+for rank in range(2):
+    if os.fork() == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+os.wait()
+"""
+
+
+def test_ranks_save_and_end_when_their_launcher_is_gone(lab: Lab) -> None:
+    (lab.folder / "launcher.py").write_text(LAUNCHER)
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    endless = {**SHORT_END, "ITERATIONS": 10**6, "TRAIN_LOG_EVERY": 1, "TORCHELASTIC_RUN_ID": "any"}
+    started = lab.start(str(SCRIPT), script=lab.folder / "launcher.py", **group, **endless)
+    wait_until(lambda: "step:5/" in started.out or not started.process.is_alive())
+    ranks = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/children").read_text().split()
+    assert len(ranks) == 2, started.out
+    try:
+        started.send(signal.SIGKILL)
+        started.wait()
+        wait_until(lambda: "stopped by signal" in started.out)
+        wait_until(lambda: not any(map(is_running, ranks)))
+    finally:
+        for rank in filter(is_running, ranks):
+            os.kill(int(rank), signal.SIGKILL)
+    assert (lab.folder / "runs" / "run" / "checkpoint.pt").exists()

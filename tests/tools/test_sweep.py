@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +110,21 @@ def test_a_sweep_killed_twice_ends_as_any_other(place: Path, capfd: pytest.Captu
     (place / "rates.txt").write_text(text.replace("low: MATRIX_LR=0.02", "low: MATRIX_LR=0.021"))
     assert main(["sweep", "rates.txt"]) == 2
     assert "MATRIX_LR=0.02, not 0.021" in capfd.readouterr().err
+
+
+def test_a_folder_is_in_use_until_the_last_run_in_it_has_ended(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the driver that started it was killed."""
+    with driver.locked(place / "runs/rates", "rates"):
+        run = subprocess.Popen(["sleep", "60"], close_fds=False)  # as `driver.start` does
+    try:
+        assert main(["sweep", "rates.txt"]) == 2 and "wait for it" in capfd.readouterr().err
+    finally:
+        run.kill()
+        run.wait()
+    with driver.locked(place / "runs/rates", "rates"):
+        pass
 
 
 def test_a_limit_that_is_not_kept_stops_the_rest(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

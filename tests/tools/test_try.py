@@ -136,6 +136,7 @@ def test_a_comment_changes_nothing_and_it_says_so_early(try_it: Try, place: Path
     assert len((place / "starts").read_text().split()) == 8
 
 
+@pytest.mark.slow
 def test_a_killed_try_ends_with_the_same_table(try_it: Try, place: Path) -> None:
     """Killed for good while a run is under way, which ends with it; nothing of it counts."""
     ended, straight = try_it("MATRIX_LR=0.0251", "--seeds", "4", "--runs", "straight")
