@@ -80,7 +80,7 @@ test test-slow test-torch: export GOMP_SPINCOUNT ?= 0
 test test-slow test-torch: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY) ## style and fast tests, which every change must pass (TEST_WORKERS=2)
 	@$(RUN) -m ruff check .
-	@$(RUN) -m pytest -q -n $(TEST_WORKERS)
+	@$(RUN) -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: $(READY) ## the tests that take minutes each
 	@$(RUN) -m pytest -q -m slow
