@@ -1,5 +1,7 @@
 """Variables that are no settings: a misspelled one is refused or named in a warning, others are ignored."""
 
+import dataclasses
+
 import pytest
 
 from train_gpt import ANCESTOR_SWITCHES, Config, ConfigError, notes_on_environment
@@ -55,3 +57,14 @@ def test_a_switch_of_an_ancestor_is_a_note_or_ends_the_run() -> None:
     for name, value in (("ADAM_EPS", "1e-08"), ("ROPE_BASE", "10000.0"), ("TTT_GRAD_CLIP", "1.0")):
         (line,) = notes_on_environment({name: value})
         assert line.startswith(f"note: {name}={value}: ")
+
+
+def test_a_public_name_of_a_constant_is_answered_with_its_value() -> None:
+    """Otherwise a pasted TTT_WEIGHT_DECAY=1 would be ignored without a word."""
+    ours = {"MOST_DOCUMENTS_AT_ONCE"}  # a name of no other script
+    settings = {spec.name for spec in dataclasses.fields(Config)}
+    for part in Config.__mro__:
+        for name, value in vars(part).items():
+            if type(value) in (int, float) and name not in settings and name.upper() not in ours:
+                accepted, _ = ANCESTOR_SWITCHES[name.upper()]
+                assert float(accepted) == value, name

@@ -488,6 +488,34 @@ def test_without_triton_a_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     assert "ATTENTION=sdpa" not in "\n".join(chosen.report), "what was asked for needs no warning"
 
 
+def without_residual(x_ND: Tensor, *rest: Any) -> Tensor:
+    """An MLP that forgets to add its input."""
+    return train_gpt.mlp_plain(x_ND, *rest) - x_ND
+
+
+def without_its_gradient(x_ND: Tensor, *rest: Any) -> Tensor:
+    """An MLP that forgets the residual in its backward pass."""
+    return train_gpt.mlp_plain(x_ND, *rest) - x_ND + x_ND.detach()
+
+
+def without_the_matmuls(x_ND: Tensor, *rest: Any) -> Tensor:
+    """An MLP that is almost only the residual."""
+    return x_ND + 0.8 * (train_gpt.mlp_plain(x_ND, *rest) - x_ND)
+
+
+@pytest.mark.parametrize("wrong", [without_residual, without_its_gradient, without_the_matmuls])
+def test_the_trial_of_the_mlp_sees_all_of_its_parts(wrong: Callable[..., Tensor]) -> None:
+    """If one part were much larger than the others, errors of the others would be within the tolerance."""
+    config = dataclasses.replace(train_gpt.Config(), micro_batch_tokens=2048)
+    run, inputs = train_gpt.trial_of("fused_mlp", config, train_gpt.Machine())
+    model = train_gpt.GPT(SMALL, seed=None)
+    expected = train_gpt.both_passes(run, model, inputs)
+    assert train_gpt.largest_error(train_gpt.both_passes(run, model, inputs), expected) == 0
+    model.ops = train_gpt.Ops(mlp=wrong)
+    error = train_gpt.largest_error(train_gpt.both_passes(run, model, inputs), expected)
+    assert error > 2 * train_gpt.MAX_RELATIVE_ERROR
+
+
 def test_implementations_are_tried_at_the_shapes_of_a_training_pass() -> None:
     config = tiny_config(TRAIN_SEQ_LEN=16, MICRO_BATCH_TOKENS=256, TRAIN_BATCH_TOKENS=256)
 
