@@ -99,8 +99,8 @@ def stage_means(results: Sequence[Mapping[str, Any]]) -> dict[str, float | None]
             "ttt_gain_bpb": _rounded(gain, 8)}  # fmt: skip
 
 
-def seed_result(evidence: Evidence, code_bytes: int, form: str = FORMAT) -> dict[str, Any]:
-    """One seed's numbers, each from its log; hashes and phases from its summary. form: of submission.json."""
+def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
+    """One seed's numbers, each from its log; hashes and phases from its summary."""
     log = evidence.log
     summary = evidence.summary
     score = log.headline
@@ -108,7 +108,6 @@ def seed_result(evidence: Evidence, code_bytes: int, form: str = FORMAT) -> dict
     if score is None or model is None or log.steps_done is None:
         raise RecordError(f"{log.path} has no final metric, model bytes or steps: the run did not finish")
     phases = mapping(summary, "phases")
-    stages = {"stages": stage_scores(log)} if form == FORMAT else {}
     return {
         "metric": score.label,
         "val_loss": score.loss,
@@ -124,7 +123,7 @@ def seed_result(evidence: Evidence, code_bytes: int, form: str = FORMAT) -> dict
         "run_id": nested(summary, "run_id"),
         "stream_hash": nested(summary, "stream_hash"),
         "artifact_sha256": nested(summary, "artifact", "sha256"),
-        **stages,
+        "stages": stage_scores(log),
     }
 
 
@@ -145,36 +144,31 @@ def submission(
     files: Mapping[str, str],
     comparison: Mapping[str, Any] | None,
     data: Mapping[str, Any] | None,
-    form: str = FORMAT,
     proof: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The whole of submission.json; `files` maps names to SHA-256. form: this one, or the older records/2.
+    """The whole of submission.json; `files` maps names to SHA-256.
 
     `comparison` comes from `compare_with`, `data` from `data_facts`, `proof` from `proof_facts`. The identity
     has what only packing knew: the attribution, too.
     """
     ordered = sorted(evidences, key=lambda evidence: evidence.seed)
-    results = {str(evidence.seed): seed_result(evidence, code_bytes, form) for evidence in ordered}
-    stages = stage_means(list(results.values())) if form == FORMAT else {}
-    told: dict[str, Any] = {}
-    if form == FORMAT:
-        told["technique_summary"] = technique_summary(mapping(ordered[0].summary, "config"))
-        told["attribution"] = dict(mapping(identity, "attribution"))
-        told["proof"] = dict(proof) if proof else None
+    results = {str(evidence.seed): seed_result(evidence, code_bytes) for evidence in ordered}
     losses = [result["val_loss"] for result in results.values()]
     bpbs = [result["val_bpb"] for result in results.values()]
     first = ordered[0].summary
     largest = max(result["artifact_bytes"] for result in results.values())
     return {
-        "format": form,
+        "format": FORMAT,
         **{key: identity.get(key, "") for key in IDENTITY},
-        **told,
+        "technique_summary": technique_summary(mapping(first, "config")),
+        "attribution": dict(mapping(identity, "attribution")),
+        "proof": dict(proof) if proof else None,
         "metric": next(iter(results.values()))["metric"],
         "val_loss": _rounded(mean(losses), 8),
         "val_loss_std": _rounded(deviation(losses), 8),
         "val_bpb": _rounded(mean(bpbs), 8),
         "val_bpb_std": _rounded(deviation(bpbs), 8),
-        **stages,
+        **stage_means(list(results.values())),
         "seeds": [evidence.seed for evidence in ordered],
         "seed_results": results,
         "bytes_total": largest,

@@ -50,8 +50,7 @@ PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
 CASEOPS = "caseops.py"  # the transform of the text, where the tokenizer has case marks
 JSON_WORDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false",
               type(None): "null"}  # fmt: skip
-FORMATS = ("records/2", "records/3")  # that `check` can derive
-FORMAT = "records/3"  # value of submission.json's `format` in folders that `pack` writes
+FORMAT = "records/4"  # value of submission.json's `format` in folders that `pack` writes and `check` derives
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ class Folder:
     @property
     def ours(self) -> bool:
         """Whether `pack` wrote this folder; its summaries show it even if the mark was removed."""
-        return self.submission.get("format") in FORMATS or bool(self.summaries)
+        return self.submission.get("format") == FORMAT or bool(self.summaries)
 
     @cached_property
     def script_path(self) -> Path | None:

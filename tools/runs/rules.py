@@ -14,6 +14,7 @@ RECORD_WORLD_SIZE = 8
 RECORD_GPU = "H100"
 OTHER_FORMS = ("PCIe", "NVL")  # of it; the challenge's are SXM, which the driver's name does not say
 RECORD_TRACK = "track_10min_16mb"
+REPOSITORY = "openai/parameter-golf"  # of the challenge, on GitHub
 RECORD_SEEDS_MIN = 3
 RECORD_TEXT = ("author", "github_id", "blurb")  # keys of submission.json that a record may not leave empty
 

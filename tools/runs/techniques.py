@@ -42,10 +42,10 @@ def technique_summary(config: Mapping[str, str]) -> str:
     return "; ".join(told)
 
 
-def attribution(config: Mapping[str, str]) -> dict[str, str]:
+def attribution(config: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Where the run's settings come from, by their names, for those with a published source.
 
-    If the run has other values, those of the source come first.
+    `default` has the values of the page, whose source it is, where the run has others.
     """
     found = {}
     for row in ROW.finditer(SOURCES.read_text(encoding="utf-8")):
@@ -55,7 +55,6 @@ def attribution(config: Mapping[str, str]) -> dict[str, str]:
         if not is_published or not all(name in config for name, _ in pairs):
             continue
         changed = [f"{name}={value}" for name, value in pairs if config[name] != value]
-        if changed:
-            source = f"changed from {' '.join(changed)}: {source}"
-        found[" ".join(name for name, _ in pairs)] = source
+        names = " ".join(name for name, _ in pairs)
+        found[names] = {"default": " ".join(changed), "source": source}
     return found

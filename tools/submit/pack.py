@@ -50,7 +50,6 @@ from tools.runs.folder import (
     README,
     REQUIREMENTS,
     SCRIPT,
-    SCRIPTS,
     SUBMISSION,
     SUMMARY_NAME,
     Folder,
@@ -87,7 +86,7 @@ from tools.runs.runs import (
     settings_that_differ,
 )
 from tools.runs.settings import changed_settings
-from tools.runs.source import decoded, parses, read_script, same_program, unified, unwrap
+from tools.runs.source import changed_lines, decoded, parses, read_script, same_program, unified, unwrap
 from tools.runs.techniques import attribution
 from tools.runs.writing import json_text, print_json, write_text
 from tools.submit import readme
@@ -99,7 +98,7 @@ IMPORTED = ("torch", "numpy", "sentencepiece", "triton")  # by a shipped script
 BUILD = re.compile(r"cpu|cu\d+")  # of torch, which has an index of its own: torch 2.13.0+cu128
 TORCH_INDEX = "https://download.pytorch.org/whl/"
 RANKING_PHASES = ("eval_legal_ttt", "eval_sliding_window", "eval_roundtrip")  # the first one of a run counts
-SETTINGS_MAX = 60  # that a comparison with another family lists
+SETTINGS_MAX = 60  # that a comparison lists
 FLASH_WHEELS = "https://windreamer.github.io/flash-attention3-wheels/"
 
 
@@ -130,9 +129,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ship a compressed script even if the run counted the readable one, as runs of 0.5 may have",
     )
     parser.add_argument(
-        "--with-source",
+        "--share-source",
         action="store_true",
-        help="keep the readable source in the folder, as a submission needs it, not in scripts/ of --records",
+        help="keep the readable source in scripts/ of --records, once for all records, and not in the folder:"
+        " not for a pull request",
     )
     parser.add_argument("--json", action="store_true", help="print submission.json instead of a sentence")
 
@@ -155,13 +155,14 @@ def run(args: argparse.Namespace) -> int:
         proof = {**(proof or {"sha256": runs[0].script.sha256}), "replays": replays_of(runs)}
     destination = _destination(args.records, track, f"{args.date}_{args.name}")
     code = code_to_ship(runs[0], args.wrap)
-    shared = None if args.with_source else place_to_share(args.records, code.readable)
+    shared = place_to_share(args.records, code.readable) if args.share_source else None
     with _staged(destination) as staging:
         packed = write_folder(staging, runs, code, identity, base, args.also, shared, proof)
         over = over_cap(packed, runs, track)
         if over:
             raise RecordError(over)
         if shared is not None and code.readable is not None:
+            shared.parent.mkdir(exist_ok=True)
             write_bytes(shared, code.readable)
     if args.json:
         print_json({"folder": str(destination), **packed})
@@ -170,6 +171,8 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         told = f"{', '.join(missing)} not given"
         print(f"note: {told}: a submission needs them; give them, and another --name")
+    if base is None:
+        print("note: without --baseline, README.md does not say what is new")
     if track == RECORD_TRACK:
         print(f"say what is new below the end mark of {destination / README}: the challenge asks for it")
     if proof is None:
@@ -510,8 +513,9 @@ def write_folder(
     write_text(folder / REQUIREMENTS, requirements(runs[0].summary, runs[0].log.attention))
     if proof is not None:
         write_text(folder / PROOF, json_text(proof))
-    if base is not None and of_one_family(base, runs[0]):
-        write_text(folder / BASELINE_DIFF, _baseline_diff(base, runs[0]))
+    diff = baseline_diff(base, runs[0]) if base is not None else None
+    if diff:
+        write_text(folder / BASELINE_DIFF, diff)
     case_marks = copy_data_sources(folder, runs[0])
     copy_more(folder, also)
     files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
@@ -525,8 +529,8 @@ def write_folder(
         packed["comparison"] = compare_with(
             base.name, packed["seed_results"], base.scores("bpb"), base.scores("loss"), seeds_of(base.runs)
         )
-        if not (folder / BASELINE_DIFF).exists():
-            packed["comparison"]["settings"] = settings_against(base, runs[0])
+        packed["comparison"]["settings"] = settings_against(base, runs[0])
+        packed["comparison"]["source_lines"] = list(changed_lines(diff)) if diff is not None else None
     write_text(folder / SUBMISSION, json_text(packed))
     summaries = {evidence.seed: evidence.summary for evidence in evidences}
     baked = read_script(folder / SCRIPT).shipped_settings is not None
@@ -535,15 +539,12 @@ def write_folder(
 
 
 def place_to_share(records: Path, source: bytes | None) -> Path | None:
-    """Where these records keep a source once; None where they have no such folder, or there is no source.
-
-    RecordError where another source has its name.
-    """
-    if source is None or not (records / SCRIPTS).is_dir():
+    """Where these records keep a source once; None without a source. RecordError if another has its name."""
+    if source is None:
         return None
     path = shared_source(records, hashlib.sha256(source).hexdigest())
     if path.exists() and path.read_bytes() != source:
-        raise RecordError(f"{path} is another script: --with-source keeps this one in its own folder")
+        raise RecordError(f"{path} is another script: leave --share-source out")
     return path
 
 
@@ -605,16 +606,21 @@ def of_one_family(base: Group, directory: RunDirectory) -> bool:
 
 
 def settings_against(base: Group, directory: RunDirectory) -> list[list[str]]:
-    """Settings that differ from a baseline of another family: name, its value, the run's; the first ones."""
+    """Settings that differ from a baseline: name, its value, the run's; the first ones."""
     from tools.runs.script import Config  # loads torch, which nothing else here needs
 
-    ours = {name: value for name, value in directory.config.items() if name not in PER_RUN_SETTINGS}
-    changed = changed_settings(base.config, ours, Config().as_env())
+    theirs, ours = (
+        {name: value for name, value in config.items() if name not in PER_RUN_SETTINGS}
+        for config in (base.config, directory.config)
+    )
+    changed = changed_settings(theirs, ours, Config().as_env())
     return [list(row) for row in changed[:SETTINGS_MAX]]
 
 
-def _baseline_diff(base: Group, directory: RunDirectory) -> str:
-    assert base.script is not None
+def baseline_diff(base: Group, directory: RunDirectory) -> str | None:
+    """The change of the source, empty where there is none; None for scripts of two families."""
+    if base.script is None or not of_one_family(base, directory):
+        return None
     return unified(base.script, directory.script, base.name, "this record")
 
 

@@ -23,10 +23,10 @@ from tools.runs.derive import (
 )
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
+    BASELINE_DIFF,
     CASEOPS,
     CONFIG,
     FORMAT,
-    FORMATS,
     LOG_NAME,
     MANIFEST,
     PER_RUN_SETTINGS,
@@ -47,7 +47,7 @@ from tools.runs.folder import (
 )
 from tools.runs.logs import decimals
 from tools.runs.runs import Group, load_group, settings_in, settings_sha256, settings_that_differ
-from tools.runs.source import read_script, same_program
+from tools.runs.source import changed_lines, read_script, same_program
 from tools.submit import readme
 from tools.submit.findings import Finding, fail, warn
 from tools.submit.limits import is_record
@@ -231,9 +231,9 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
     """A4: submission.json and README.md are what logs and summaries give when derived again."""
     if folder.script is None:
         return
-    form = folder.submission.get("format", FORMAT)
-    if form not in FORMATS:
-        what = f"`format` is {form!r}, these tools can derive {' and '.join(FORMATS)}"
+    written = folder.submission.get("format", FORMAT)
+    if written != FORMAT:
+        what = f"`format` is {written!r}, these tools can derive {FORMAT}"
         remedy = "pack the runs again, or audit the folder with the tools of the commit that packed it"
         yield fail("A4", what, SUBMISSION, remedy)
         return
@@ -252,7 +252,6 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
             files if isinstance(files, dict) else {},
             None,
             data_facts(evidences[0].summary, manifest, folder.has(CASEOPS)),
-            form,
             proof_facts(report, _source_sha256(folder)),
         )
     except RecordError as error:
@@ -264,7 +263,8 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
         if not bases:
             text = f"no folder `{claimed.get('baseline')}` in these records: its scores are only claimed"
             yield warn("A4", text, SUBMISSION, "put the baseline's folder next to this one, and check it too")
-        expected["comparison"] = _comparison(claimed, expected["seed_results"], bases)
+        diff = folder.text(BASELINE_DIFF)
+        expected["comparison"] = _comparison(claimed, expected["seed_results"], bases, diff)
     for place, got, derived in _differences(folder.submission, expected):
         yield fail("A4", f"`{place}` is {got!r}, logs and summaries give {derived!r}", SUBMISSION, REMEDY)
     yield from _check_readme(folder, expected, {evidence.seed: evidence.summary for evidence in evidences})
@@ -314,7 +314,7 @@ def check_proof(folder: Folder) -> Iterator[Finding]:
 
 
 def _comparison(
-    claimed: Mapping[str, Any], results: Mapping[str, Any], bases: list[Group]
+    claimed: Mapping[str, Any], results: Mapping[str, Any], bases: list[Group], diff: str
 ) -> dict[str, Any] | None:
     """The comparison with the baseline's scores as its folder has them; without it, as they are claimed."""
     of_bases = [(base.scores("bpb"), base.scores("loss")) for base in bases]
@@ -327,9 +327,12 @@ def _comparison(
     if len(seeds) != len(scores[0]):
         seeds = []
     derived = compare_with(str(claimed.get("baseline")), results, *scores, seeds)
+    # These are of the baseline, which may not be here.
     settings = claimed.get("settings")
-    if isinstance(settings, list):  # of the baseline, which may not be here
-        derived["settings"] = [row for row in settings if isinstance(row, list)]
+    rows = settings if isinstance(settings, list) else []
+    derived["settings"] = [row for row in rows if isinstance(row, list) and len(row) == 3]
+    is_same = claimed.get("source_lines") == [0, 0]
+    derived["source_lines"] = list(changed_lines(diff)) if diff else [0, 0] if is_same else None
     return derived
 
 
