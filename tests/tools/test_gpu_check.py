@@ -142,7 +142,7 @@ def test_a_config_names_a_card_on_which_it_fits(repo: Path) -> None:
         first_line = path.read_text(encoding="utf-8").splitlines()[0]
         cards = [int(number) for number in re.findall(r"(\d+) GB", first_line)]
         assert cards, f"the first line of {path} names its smallest card"
-        one_gpu = path.stem.endswith("1gpu") or path.stem in ("gpu_demo", "pr591")
+        one_gpu = path.stem.endswith("1gpu") or path.stem in ("gpu_demo", "one_gpu_10min", "pr591")
         for bytes_a_value in (2, 4) if path.stem == "gpu_demo" else (2,):
             needed = gpu_check.predicted_bytes(config_of(path), 1 if one_gpu else 8, bytes_a_value)
             assert needed <= 0.9 * min(cards) * 1e9, path
@@ -170,6 +170,21 @@ def test_the_memory_of_smaller_micro_batches_is_what_the_formula_gives(repo: Pat
         config = config_of(repo / "configs/h100_1gpu.env", MICRO_BATCH_TOKENS=int(tokens))
         assert gigabytes == f"{gpu_check.predicted_bytes(config, 1) / 1e9:.0f}"
         assert int(tokens) * int(batches) == DEFAULT.micro_batch_tokens * DEFAULT.gptq_calibration_batches
+
+
+def test_ten_minutes_on_one_gpu_fit_on_each_card_of_the_table(repo: Path) -> None:
+    """The table of docs/running.md: each row has a tenth to spare, and calibrates on as many tokens."""
+    text = (repo / "docs/running.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) GB \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    path = repo / "configs/one_gpu_10min.env"
+    plain = config_of(path)
+    assert [row[0] for row in rows] == ["24", "48", "80"]
+    for card, tokens, batches, gigabytes in rows:
+        config = config_of(path, MICRO_BATCH_TOKENS=int(tokens))
+        assert config.train_batch_tokens % int(tokens) == 0
+        needed = gpu_check.predicted_bytes(config, 1)
+        assert gigabytes == f"{needed / 1e9:.0f}" and needed <= 0.9 * int(card) * 1e9
+        assert int(tokens) * int(batches) == plain.micro_batch_tokens * plain.gptq_calibration_batches
 
 
 def test_evaluation_is_projected_from_passes_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
