@@ -2955,7 +2955,7 @@ def open_shards(pattern: str) -> list[Shard]:
             raise DataError(f"{path}: {fault}")
         shards.append(Shard(path, tokens))
     if not shards:
-        others = sorted(path.name for path in Path(pattern).parent.glob("*.bin"))
+        others = sorted(path.name for path in Path(pattern).parent.glob("*") if path.suffix == ".bin")
         found = f", only {', '.join(others[:3])}{' …' if len(others) > 3 else ''}" if others else ""
         raise DataError(f"{pattern}: no token shard matches{found}; set DATA_PATH to a folder of shards, "
                         "fetch some with data/fineweb.py, or try `make demo`")

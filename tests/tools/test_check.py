@@ -318,8 +318,10 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> Non
     bpbs = [score + 0.1 for score in value["comparison"]["baseline_val_bpb"]]
     name, losses = value["comparison"]["baseline"], value["comparison"]["baseline_val_loss"]
     seeds = value["comparison"]["baseline_seeds"]
-    value = submission(compared, comparison=compare_with(name, value["seed_results"], bpbs, losses, seeds))
-    page = readme.render(value, Folder(compared).summaries, READABLE, baked=False)
+    others = {key: value["comparison"][key] for key in ("settings", "source_lines")}
+    comparison = {**compare_with(name, value["seed_results"], bpbs, losses, seeds), **others}
+    value = submission(compared, comparison=comparison)
+    page = readme.render(value, Folder(compared).summaries, wrapped=True, baked=False)
     (compared / "README.md").write_text(page)
     found = fails(compared)
     assert {f.check for f in found} == {"A4"} and "`comparison.baseline_val_bpb` is" in found[0].text
@@ -347,17 +349,16 @@ def test_files_and_authors_are_named(packed: Path) -> None:
         assert [f.check for f in fails(record) if text in f.text] == ["A3"]
 
 
-def test_the_source_that_tracks_share_is_audited_like_one_in_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
+def test_the_readable_source_is_the_program_that_ran(tmp_path: Path) -> None:
     folder = pack(tmp_path, make_runs(tmp_path / "runs", 1), "--wrap")
-    (shared,) = (tmp_path / "scripts").iterdir()
-    assert not fails(folder) and load_group(folder).script == read_script(shared)
-    shared.write_text(SOURCE.replace("0.02", "0.03"))
+    source = folder / "train_gpt_readable.py"
+    assert not fails(folder) and load_group(folder).script == read_script(source)
+    source.write_text(SOURCE.replace("0.02", "0.03"))
     texts = [finding.text for finding in fails(folder)]
-    assert len(texts) == 2 and f"is not the program in ../../scripts/{shared.name}" in texts[0]
-    assert "the shipped source is not what seed 1 ran" in texts[1]
-    shared.unlink()
-    assert any("is neither in the folder nor in ../../scripts/" in finding.text for finding in fails(folder))
+    assert any("is not the program in train_gpt_readable.py" in text for text in texts)
+    assert any("the shipped source is not what seed 1 ran" in text for text in texts)
+    source.unlink()
+    assert any("of the wrapped script" in f.text and "not in the folder" in f.text for f in fails(folder))
 
 
 def test_a_folder_of_another_format_or_without_its_mark(packed: Path) -> None:

@@ -24,7 +24,6 @@ README = "README.md"
 REQUIREMENTS = "requirements.txt"
 CONFIG = "config.env"
 READABLE_SCRIPT = "train_gpt_readable.py"  # the source next to a wrapped script
-SCRIPTS = "scripts"  # next to the tracks: sources of wrapped scripts, each once, by their hash
 SHA256 = re.compile(r"[0-9a-f]{64}")
 PER_RUN_SETTINGS = {"SEED", "RUN_ID", "RUNS_DIR"}  # what may differ between the seeds of one record
 SETTINGS_OF_A_START = {"RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY"}  # are in no config.env
@@ -195,14 +194,8 @@ class Folder:
 
     @cached_property
     def readable(self) -> Path | None:
-        """The readable source of a wrapped script: in the folder, else the one that the tracks share."""
-        if self.has(READABLE_SCRIPT):
-            return self.file(READABLE_SCRIPT)
-        for sha256 in self.ran_sources:
-            shared = shared_source(self.path.resolve().parent.parent, sha256)
-            if shared.is_file() and not shared.is_symlink():
-                return shared
-        return None
+        """The readable source of a wrapped script."""
+        return self.file(READABLE_SCRIPT) if self.has(READABLE_SCRIPT) else None
 
     @property
     def ran_sources(self) -> list[str]:
@@ -217,12 +210,9 @@ class Folder:
 
     @property
     def training_scripts(self) -> list[Script]:
-        """Every script next to submission.json that may be what ran, and the source that tracks share."""
+        """Every script next to submission.json that may be what ran."""
         top = {path: script for path, script in self.scripts.items() if path.parent == self.path}
-        found = [script for path, script in top.items() if path.name.startswith("train")]
-        if self.readable is not None and self.readable not in top:
-            found.append(read_script(self.readable))
-        return found
+        return [script for path, script in top.items() if path.name.startswith("train")]
 
     @cached_property
     def closure(self) -> list[Path]:
@@ -393,18 +383,6 @@ class Folder:
 def is_log_name(name: str) -> bool:
     """Whether a file may be a log by its name."""
     return name.lower().endswith((".log", ".txt")) and name != REQUIREMENTS
-
-
-def shared_source(records: Path, sha256: str) -> Path:
-    """Where the records of all tracks keep the readable source with this hash."""
-    return records / SCRIPTS / f"{sha256[:8]}.py"
-
-
-def source_link(readable: Path | None) -> str:
-    """The path of a folder's readable source, from the folder; empty where there is none."""
-    if readable is None:
-        return ""
-    return READABLE_SCRIPT if readable.name == READABLE_SCRIPT else f"../../{SCRIPTS}/{readable.name}"
 
 
 def number(value: Any) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import hashlib
 import platform
 import re
 import shlex
@@ -57,8 +56,6 @@ from tools.runs.folder import (
     number,
     read_object,
     required_object,
-    shared_source,
-    source_link,
 )
 from tools.runs.hardware import GPU_MODEL, compact
 from tools.runs.rules import (
@@ -128,12 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ship a compressed script even if the run counted the readable one, as runs of 0.5 may have",
     )
-    parser.add_argument(
-        "--share-source",
-        action="store_true",
-        help="keep the readable source in scripts/ of --records, once for all records, and not in the folder:"
-        " not for a pull request",
-    )
     parser.add_argument("--json", action="store_true", help="print submission.json instead of a sentence")
 
 
@@ -155,15 +146,11 @@ def run(args: argparse.Namespace) -> int:
         proof = {**(proof or {"sha256": runs[0].script.sha256}), "replays": replays_of(runs)}
     destination = _destination(args.records, track, f"{args.date}_{args.name}")
     code = code_to_ship(runs[0], args.wrap)
-    shared = place_to_share(args.records, code.readable) if args.share_source else None
     with _staged(destination) as staging:
-        packed = write_folder(staging, runs, code, identity, base, args.also, shared, proof)
+        packed = write_folder(staging, runs, code, identity, base, args.also, proof)
         over = over_cap(packed, runs, track)
         if over:
             raise RecordError(over)
-        if shared is not None and code.readable is not None:
-            shared.parent.mkdir(exist_ok=True)
-            write_bytes(shared, code.readable)
     if args.json:
         print_json({"folder": str(destination), **packed})
         return 0
@@ -488,12 +475,11 @@ def write_folder(
     identity: dict[str, Any],
     base: Group | None,
     also: Sequence[Path] = (),
-    shared: Path | None = None,
     proof: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write every file of the record into `folder`, those of `also` too; returns submission.json's object.
 
-    shared: where the readable source is; None: a wrapped script gets it next to it. proof: of `proof_of`.
+    proof: of `proof_of`.
     """
     seeds = {int(directory.seed): directory for directory in runs if directory.seed is not None}
     for seed, directory in seeds.items():
@@ -504,10 +490,8 @@ def write_folder(
                 raise RecordError(f"{nats} is a link that leaves the run directory; put the file there")
             shutil.copyfile(nats, folder / f"{nats.stem}_seed{seed}{nats.suffix}")
     write_bytes(folder / SCRIPT, code.script)
-    readable = shared
-    if code.readable is not None and shared is None:
-        readable = folder / READABLE_SCRIPT
-        write_bytes(readable, code.readable)
+    if code.readable is not None:
+        write_bytes(folder / READABLE_SCRIPT, code.readable)
     kept = [line for line in runs[0].config_lines if line.split("=", 1)[0] not in PER_RUN_SETTINGS]
     write_text(folder / CONFIG, "\n".join(kept) + "\n")
     write_text(folder / REQUIREMENTS, requirements(runs[0].summary, runs[0].log.attention))
@@ -534,18 +518,8 @@ def write_folder(
     write_text(folder / SUBMISSION, json_text(packed))
     summaries = {evidence.seed: evidence.summary for evidence in evidences}
     baked = read_script(folder / SCRIPT).shipped_settings is not None
-    write_text(folder / README, readme.render(packed, summaries, source_link(readable), baked))
+    write_text(folder / README, readme.render(packed, summaries, code.readable is not None, baked))
     return packed
-
-
-def place_to_share(records: Path, source: bytes | None) -> Path | None:
-    """Where these records keep a source once; None without a source. RecordError if another has its name."""
-    if source is None:
-        return None
-    path = shared_source(records, hashlib.sha256(source).hexdigest())
-    if path.exists() and path.read_bytes() != source:
-        raise RecordError(f"{path} is another script: leave --share-source out")
-    return path
 
 
 def copy_more(folder: Path, paths: Sequence[Path]) -> None:

@@ -36,14 +36,12 @@ from tools.runs.folder import (
     READABLE_SCRIPT,
     README,
     SCRIPT,
-    SCRIPTS,
     SETTINGS_OF_A_START,
     SUBMISSION,
     SUMMARY_NAME,
     Folder,
     number,
     read_object,
-    source_link,
 )
 from tools.runs.logs import decimals
 from tools.runs.runs import Group, load_group, settings_in, settings_sha256, settings_that_differ
@@ -96,13 +94,10 @@ def check_code(folder: Folder) -> Iterator[Finding]:
         readable = read_script(folder.readable)
         source = readable.raw
         if not same_program(folder.script.text, readable.text):
-            link = source_link(folder.readable)
-            yield fail("A6", f"{folder.script.path.name} is not the program in {link}", link, REMEDY)
+            text = f"{folder.script.path.name} is not the program in {READABLE_SCRIPT}"
+            yield fail("A6", text, READABLE_SCRIPT, REMEDY)
     elif folder.script.wrapped and folder.ran_sources not in ([], [folder.script.sha256]):
-        text = (
-            f"the source of the wrapped script, sha256 {folder.ran_sources[0][:12]}…, is neither in the"
-            f" folder nor in ../../{SCRIPTS}/"
-        )
+        text = f"the source of the wrapped script, sha256 {folder.ran_sources[0][:12]}…, is not in the folder"
         yield fail("A6", text, folder.script.path.name, f"put it next to the script as {READABLE_SCRIPT}")
         return
     digest = hashlib.sha256(source).hexdigest()
@@ -381,7 +376,7 @@ def _check_readme(
         yield fail("A4", "README.md has lost the marks of its generated part", README, REMEDY)
         return
     baked = folder.script is not None and folder.script.shipped_settings is not None
-    wanted = readme.render(expected, summaries, source_link(folder.readable), baked)
+    wanted = readme.render(expected, summaries, folder.readable is not None, baked)
     wanted_parts = readme.split_at_marks(wanted, readme.BEGIN, readme.END)
     assert wanted_parts is not None
     first_line = parts.before.count("\n") + 1

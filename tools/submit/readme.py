@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from data import sample
 from data.fineweb import REMOTE_ROOT, VARIANTS
 from tools.runs.derive import mapping, nested
-from tools.runs.folder import BASELINE_DIFF, CONFIG, PER_RUN_SETTINGS, PROOF, number
+from tools.runs.folder import BASELINE_DIFF, CONFIG, PER_RUN_SETTINGS, PROOF, READABLE_SCRIPT, number
 from tools.runs.logs import EXACT, STAGES
 from tools.runs.rules import MARGIN_NATS, OFFICIAL, RECORD_TRACK, REPOSITORY, VALIDATION_BYTES
 from tools.runs.stats import PAIRED, p_text
@@ -29,18 +29,18 @@ LIMIT_NAMES = {
 
 PHASES_NOTE = "Seconds per phase. `train` includes validations, for which the training clock is paused."
 PACKED_NOTE = (
-    "`train_gpt.py` is compressed and unpacks itself when it runs. `{source}` is the same program in readable"
-    " form. It is not counted, and `python -m tools check` verifies that the two are one program."
+    f"`train_gpt.py` is compressed and unpacks itself when it runs. `{READABLE_SCRIPT}` is its source. It is"
+    " not counted, and `python -m tools check` verifies that the two are the same program."
 )
 
 
 def render(
-    submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]], source: str, baked: bool
+    submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]], wrapped: bool, baked: bool
 ) -> str:
     """Markdown from the begin mark to the end mark, both included.
 
-    source: the path of the readable source of a wrapped script; empty where there is none. baked: whether the
-    script has the run's settings as its defaults.
+    wrapped: whether the script is compressed, with its source next to it. baked: whether it has the run's
+    settings as its defaults.
     """
     sections = [
         BEGIN,
@@ -58,7 +58,7 @@ def render(
         _architecture(submission, summaries),
         _data(submission),
         "## Run",
-        PACKED_NOTE.format(source=source) if source else "",
+        PACKED_NOTE if wrapped else "",
         _facts(submission, summaries),
         _command(summaries, baked),
         _phase_table(summaries),
