@@ -75,6 +75,18 @@ if os.environ.get("RANK") == "1":
 """ + textwrap.indent(after_step(4, 'raise RuntimeError("an injected fault")'), "    ")
 
 
+def test_the_error_of_one_rank_is_printed_once_and_kept(lab: Lab) -> None:
+    fault = after_step(4, 'raise RuntimeError("an injected fault")')
+    first, second = (rank.wait() for rank in lab.ranks(2, each={1: {"fault": fault}}, **ROUNDED))
+    assert (first.status, second.status) == (1, 1)
+    printed = first.out + first.err + second.out + second.err
+    assert printed.count("RuntimeError: an injected fault") == 1 and PEER_IS_GONE in first.err
+    assert "Traceback" in second.err and "Traceback" not in first.err
+    assert "RuntimeError: an injected fault" in (first.directory / "log.txt").read_text("utf-8").splitlines()
+    assert not (first.directory / "summary.json").exists()
+
+
+@pytest.mark.slow
 def test_torchrun_starts_it_and_shows_the_error_of_one_rank(lab: Lab) -> None:
     (lab.folder / "sitecustomize.py").write_text(RAISE_ON_RANK_1)
     torchrun = lab.folder / "torchrun.py"

@@ -58,8 +58,12 @@ def test_a_damaged_summary_is_one_sentence(form: str, run: Path, tmp_path: Path,
     tool("sweep", sweep, "--table", "--runs", tmp_path / "runs", status=0 if reads_as_unfinished else 2)
 
 
-@pytest.mark.parametrize("value", [None, "x", pytest.param([], marks=pytest.mark.slow)])
-def test_a_value_of_another_kind_is_one_sentence(value: Any, run: Path, tmp_path: Path) -> None:
+KINDS = (None, "x", [])
+
+
+@pytest.mark.parametrize("kinds", [KINDS, *(pytest.param((kind,), marks=pytest.mark.slow) for kind in KINDS)])
+def test_a_value_of_another_kind_is_one_sentence(kinds: tuple[Any, ...], run: Path, tmp_path: Path) -> None:
+    """At each place of the summary. The kinds take turns; slow ones are everywhere."""
     packed = make_run(tmp_path / "packed", 1)  # of the other one, pack refuses the limit of its text
     records = tmp_path / "records"
     options = ["--name", "N", "--records", str(records)]
@@ -69,10 +73,10 @@ def test_a_value_of_another_kind_is_one_sentence(value: Any, run: Path, tmp_path
         for key, section in whole.items():
             if isinstance(section, dict):
                 places += [(key, inner) for inner in list(section)[:2]]
-        for place in places:
+        for number, place in enumerate(places):
             summary = json.loads(json.dumps(whole))
             holder = summary if len(place) == 1 else summary[place[0]]
-            holder[place[-1]] = value
+            holder[place[-1]] = kinds[number % len(kinds)]
             (directory / "summary.json").write_text(json.dumps(summary))
             assert main([command[0], str(directory), *command[1:]]) in (0, 2), place
             shutil.rmtree(records, ignore_errors=True)
