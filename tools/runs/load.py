@@ -17,8 +17,13 @@ def load_script(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    with contextlib.redirect_stdout(sys.stderr), operators_of_its_own():
-        spec.loader.exec_module(module)
+    writes_bytecode = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # a folder of scripts holds what its user put there
+    try:
+        with contextlib.redirect_stdout(sys.stderr), operators_of_its_own():
+            spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = writes_bytecode
     return module
 
 
