@@ -38,9 +38,9 @@ def test_passes_of_documents_are_those_of_the_script(monkeypatch: pytest.MonkeyP
     passed = {True: 0, False: 0}
     forward = train_gpt.GPT.forward
 
-    def counted(model: Any, ids_BT: Any, *rest: Any) -> Any:
+    def counted(model: Any, ids_BT: Any, *rest: Any, **named: Any) -> Any:
         passed[torch.is_grad_enabled()] += ids_BT.numel()
-        return forward(model, ids_BT, *rest)
+        return forward(model, ids_BT, *rest, **named)
 
     monkeypatch.setattr(train_gpt.GPT, "forward", counted)
     random = np.random.default_rng(0)
