@@ -4190,7 +4190,10 @@ class DocumentScorer:
         adapters.step(chunk.learning)
 
     def nats(self, hidden_BCD: Tensor, targets_BC: Array, adapters: DocumentAdapters) -> Tensor:
-        """The nats (B, C) of targets; the rows are the first documents of the batch."""
+        """The nats (B, C) of targets; the rows are the first documents of the batch.
+
+        Here, and in `WindowScorer._score_batch`, hidden states become probabilities.
+        """
         targets_N = to_device(targets_BC.astype(np.int64).flatten(), self.device)
         added_NV = adapters.added_logits(hidden_BCD)
         return self.model.loss_per_token(hidden_BCD.flatten(0, 1), targets_N, added_NV).view(targets_BC.shape)
@@ -4397,6 +4400,9 @@ def evaluate(
 
     MAX_EVAL_SECONDS applies to the headline metric. Diagnostics get the time that is left, and are skipped if
     it is too short. weights_format: for the log lines, in upstream's words: int6.
+
+    To add a way to score, write a function (model, tokens, config, clock) -> Ledger, add it to `scorers`, and
+    call it in `rehearse_evaluation`.
     """
     machine = model.machine
     # In this order. Each evaluation starts from the same weights.
@@ -4480,7 +4486,10 @@ COLUMN_EXPONENT_MAX = 24
 
 
 class QuantizedWeights(NamedTuple):
-    """A parameter as a bank of N matrices (R, C) of integers."""
+    """A parameter as a bank of N matrices (R, C) of integers.
+
+    An array that you add also needs its shape in `read_artifact`, and files of the new kind another MAGIC.
+    """
 
     codes: Array  # (R, N * C): int8, in steps; with a trellis int16, in half steps
     exponents: Array  # (R, N) int8: log2 of each row's step, times 8
