@@ -361,6 +361,11 @@ def test_the_readable_source_is_the_program_that_ran(tmp_path: Path) -> None:
     assert any("of the wrapped script" in f.text and "not in the folder" in f.text for f in fails(folder))
 
 
+def test_the_records_of_the_repository_are_what_pack_writes(repo: Path) -> None:
+    for folder in repo.glob("records/track_*/*_*"):
+        assert fails(folder) == [], folder
+
+
 def test_a_folder_of_another_format_or_without_its_mark(packed: Path) -> None:
     submission(packed, format="records/1")
     (finding,) = fails(packed)
