@@ -104,6 +104,21 @@ def test_a_box_has_no_network_no_home_and_no_device(tmp_path: Path) -> None:
         box.Box(script, tmp_path / "runs", [])
 
 
+def test_each_run_computes_with_the_instructions_that_the_user_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reads ATEN_CPU_CAPABILITY when it first computes. Other instructions round otherwise."""
+    script = tmp_path / "train_gpt.py"
+    script.write_text("import torch\nclass Ledger: pass\nclass Config:\n"
+                      "    from_env = staticmethod(lambda _: Config())\n"
+                      "    def as_env(self):\n        torch.ones(9).exp()\n"
+                      "        return {'computes_with': torch.backends.cpu.get_cpu_capability()}\n"
+                      "main = print\n")  # fmt: skip
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    with box.opened(script, tmp_path / "runs", []) as opened:
+        assert opened.settings({}) == {"computes_with": "DEFAULT"}
+
+
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.env")), ids=lambda path: path.stem)
 def test_every_config_is_shrunk_and_keeps_its_features(path: Path) -> None:
     whole = train_gpt.Config.from_env({"CONFIG": str(path)})
@@ -133,6 +148,7 @@ def test_a_branch_that_was_not_run_is_told(tmp_path: Path) -> None:
 
 def test_a_proof_says_what_it_could_not_ask(tmp_path: Path, tool: Tool) -> None:
     assert "no such law" in tool("prove", SCRIPT, "--only", "nonsense", status=2)
+    assert "names no law" in tool("prove", SCRIPT, "--only", ",", status=2)
     assert "name a train_gpt.py" in tool("prove", status=2)
     script = tmp_path / "train_gpt.py"
     script.write_text("raise ValueError('not today')")

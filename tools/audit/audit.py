@@ -62,11 +62,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(names: str | None) -> list[Law]:
-    """The laws of --only, or all. RecordError for a name that there is not."""
+    """The laws of --only, or all. RecordError for a name that there is not, or for none."""
     if names is None:
         return LAWS
     wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
     known = {law.name: law for law in LAWS}
+    if not wanted:
+        raise RecordError(f"--only names no law; there are {', '.join(known)}")
     for name in wanted:
         if name not in known:
             raise RecordError(f"--only {name}: no such law; there are {', '.join(known)}")

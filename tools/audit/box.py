@@ -246,7 +246,8 @@ def opened(script: Path, folder: Path, readable: list[Path], threads: int = 1) -
 
 # --- inside the box: the process of the script ---
 
-KEPT = ("HOME", "TMPDIR", "GLOO_SOCKET_IFNAME")
+# Of the environment. The last one is read when a process first computes: in each run, not in the box.
+KEPT = ("HOME", "TMPDIR", "GLOO_SOCKET_IFNAME", "ATEN_CPU_CAPABILITY")
 watched: list[Path] = []  # where attempts to leave the box are noted; none: not now
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {"os.mkdir": 0, "os.remove": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1, "os.chmod": 0,
