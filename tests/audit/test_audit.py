@@ -146,6 +146,17 @@ def test_a_branch_that_was_not_run_is_told(tmp_path: Path) -> None:
     assert execution.not_run(bytes(execution.ran)) == []
 
 
+def test_how_an_error_is_worded_is_no_branch_but_a_way_around_the_error_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("def evaluate(n):\n    if n < 0:\n        words = 'far' if n < -9 else 'near'\n"
+                    "        raise ValueError(words)\n    while n > 5:\n        if n == 7:\n"
+                    "            return 0.99 * n\n        raise KeyError\n    return n\n")  # fmt: skip
+    execution = unexecuted.Execution(path)
+    assert execution.load().evaluate(3) == 3
+    told = "\n".join(map(str, execution.not_run(bytes(execution.ran))))
+    assert "far" not in told and "never true: if n == 7:" in told
+
+
 def test_a_proof_says_what_it_could_not_ask(tmp_path: Path, tool: Tool) -> None:
     assert "no such law" in tool("prove", SCRIPT, "--only", "nonsense", status=2)
     assert "names no law" in tool("prove", SCRIPT, "--only", ",", status=2)

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 MARKS = "__ran__"  # the name of the marks in the script
 ROOTS = ("evaluate", "rehearse_evaluation", "collect_hessians", "write_artifact", "load_artifact",
@@ -49,6 +49,7 @@ class _Marker(ast.NodeTransformer):
         self.marks: list[Mark] = []
         self.scopes: list[str] = []
         self.inside = 0  # functions
+        self.errors: set[ast.stmt] = set()  # statements of which none leads on to a score
 
     def note(self, node: Marked, kind: str) -> ast.expr:
         """The call that notes a new mark."""
@@ -62,8 +63,13 @@ class _Marker(ast.NodeTransformer):
 
     def block(self, node: Marked, body: list[ast.stmt], kind: str) -> None:
         """Put a mark at the beginning of some statements, unless they raise at their end."""
+        if _raises(body) and not _leaves(body):
+            self.errors.update(body)
         if self.inside and not _raises(body):
             body.insert(0, _placed(ast.Expr(self.note(node, kind)), node))
+
+    def visit(self, node: ast.AST) -> Any:
+        return node if node in self.errors else super().visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         self.scopes.append(node.name)
@@ -141,6 +147,12 @@ def _placed(node: Node, at: ast.AST) -> Node:
 def _raises(body: list[ast.stmt]) -> bool:
     """Whether a branch ends in an error, and so in no score."""
     return isinstance(body[-1], ast.Raise) if body else False
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    """Whether a part of it can go elsewhere than to its end."""
+    ways = ast.Return | ast.Break | ast.Continue | ast.Yield | ast.YieldFrom
+    return any(isinstance(inner, ways) for statement in body for inner in ast.walk(statement))
 
 
 class Execution:
