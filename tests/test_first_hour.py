@@ -156,7 +156,7 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     (record,) = (me.clone / "records/track_mine").iterdir()
     checked = me.do(f"python -m tools check records/track_mine/{record.name}")
     assert re.search(r"\b0 FAIL", checked)
-    me.do("python -m tools check records/track_cpu_demo/2026-11-26_Default")
+    me.do("python -m tools check records/track_cpu_demo/2026-11-27_Default")
     me.do("python -m tools diff runs/mine-seed1 runs/mine-seed2")
     me.do("python -m tools plot runs/mine-seed1 runs/mine-seed2 --out curves.png")
     assert (me.clone / "curves.png").read_bytes()[:4] == b"\x89PNG"
