@@ -232,7 +232,7 @@ def test_a_file_with_a_mistake_starts_nothing(
 def test_the_rows_of_a_sweep_of_ours_differ(path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repo)
     rows = read_sweep(path, {}).rows
-    assert len(rows) > 3
+    assert len(rows) > 1
     configurations = {str(row.config("1").as_env()) for row in rows.values()}
     assert len(configurations) == len(rows)
 
