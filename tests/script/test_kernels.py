@@ -25,11 +25,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
+from tests.support import interpreter
 from tests.support.fake_gpu import Card
 from tests.support.models import tiny_config
 from tests.support.waiting import DEADLINE_SECONDS
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: there is no kernel to test")
+
+interpreter.accept_new_numpy()
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
