@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import dataset, finished, lab  # noqa: F401
-from tests.support.waiting import TIME_SCALE
+from tests.support.processes import dataset, finished, lab, short  # noqa: F401
+from tests.support.waiting import TIME_SCALE, no_disk_is_waited_for
 
 REPO = Path(__file__).resolve().parents[1]
 HAS_GPU = False
@@ -30,11 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
+    no_disk_is_waited_for()
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay: looking through them for what could be freed took seconds while tests were collected."""
+    """Modules stay: no collection looks through them for what could be freed, then or later."""
+    gc.freeze()
     gc.enable()
 
 

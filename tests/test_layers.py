@@ -1,6 +1,7 @@
 """Imports point down, without a circle: script ← data ← tools.runs ← the other tools ← benchmarks ← tests."""
 
 import ast
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -24,13 +25,21 @@ def modules(repo: Path) -> dict[str, Path]:
 def imports(path: Path, known: dict[str, Path]) -> set[str]:
     """The modules of the repository that a file imports, inside functions too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return {name for name in found if name in known}
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements in the body of a node, and in theirs."""
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for statement in getattr(node, field, []):
+            yield statement
+            yield from statements(statement)
 
 
 def layer(name: str) -> int:

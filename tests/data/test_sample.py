@@ -26,18 +26,21 @@ raise SystemExit(sample.main())
 """
 
 
-def make(root: Path, repo: Path, **environment: str) -> None:
-    """The command in a fresh process."""
+def make(root: Path, repo: Path, **environment: str) -> str:
+    """The command in a fresh process; what it prints."""
     command = [sys.executable, "-c", COMMAND, "--out", str(root)]
     environment = {**os.environ, **environment}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=repo)
     assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, repo: Path) -> Path:
-    root = tmp_path_factory.mktemp("sample")
-    make(root, repo)
+    """In a folder whose name the console cannot print."""
+    root = tmp_path_factory.mktemp("sample") / "Übung-数据-🙂"
+    printed = make(root, repo, PYTHONIOENCODING="ascii")
+    assert str(root).encode("ascii", "backslashreplace").decode() in printed
     return root
 
 

@@ -504,7 +504,7 @@ def test_batches_without_time_left_are_scored_without_learning(monkeypatch: pyte
     frozen = train_gpt.ScoreClock(clock.run, "", 0, math.inf, dict.fromkeys(clock.modes, 0))
     plain = train_gpt.score_ttt(lab.model(), tokens, lab.config, frozen).nats
     counts = []
-    for limit in np.linspace(least, most, 4):
+    for limit in np.linspace(least, most, 3):
         clock, nats = worked.score(lab, tokens, limit)
         assert limit - 5 < worked.now <= limit
         for begin, end in itertools.pairwise(borders):

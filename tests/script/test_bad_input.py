@@ -327,9 +327,9 @@ def test_a_run_directory_is_never_overwritten(finished: Ended, lab: Lab) -> None
     assert {path: path.read_bytes() for path in finished.directory.iterdir()} == before
 
 
-def test_an_artifact_from_anybody_does_not_say_where_we_write(finished: Ended, lab: Lab) -> None:
+def test_an_artifact_from_anybody_does_not_say_where_we_write(short: Ended, lab: Lab) -> None:
     """EVAL_ONLY takes the settings beside it, but for those of a place; what the user sets counts."""
-    folder = Path(shutil.copytree(finished.directory, lab.folder / "downloaded"))
+    folder = Path(shutil.copytree(short.directory, lab.folder / "downloaded"))
     given = (folder / "config.env").read_text("utf-8")
     deep = lab.folder / "anywhere" / "deep"
     for name, value in (("RUNS_DIR", deep), ("RUN_ID", "chosen"), ("RESUME_OTHER_CODE", 1)):
@@ -340,7 +340,7 @@ def test_an_artifact_from_anybody_does_not_say_where_we_write(finished: Ended, l
     (written,) = (lab.folder / "runs").iterdir()
     assert written.name != "chosen" and not deep.exists() and not deep.parent.exists()
     summary = json.loads((written / "summary.json").read_text("utf-8"))
-    assert summary["losses"] == finished.summary["losses"], ended.out
+    assert summary["losses"] == short.summary["losses"], ended.out
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     mine = {"RUNS_DIR": lab.folder / "mine", "RUN_ID": "own", "DATA_PATH": ""}
     ended = lab.succeed(**lab.nothing_but(EVAL_ONLY=folder / "model.bin", **mine))

@@ -34,14 +34,14 @@ ON_ANOTHER_DISK = "os.mkdir('node2'); os.chdir('node2')"
 
 def test_ranks_give_the_losses_and_scores_of_one_and_need_no_common_disk(finished: Ended, lab: Lab) -> None:
     """Only rank 0 can read what it wrote; traces of the others are on their own node."""
-    ended = finish(lab, 4, each={1: {"fault": ON_ANOTHER_DISK}}, RUNS_DIR="runs", TRACE_STEPS="1:3",
+    ended = finish(lab, 2, each={1: {"fault": ON_ANOTHER_DISK}}, RUNS_DIR="runs", TRACE_STEPS="1:3",
                    WARMUP_STEPS=1)
     first, second = lab.folder / "runs" / "run", lab.folder / "node2" / "runs" / "run"
     ended = dataclasses.replace(ended, runs_dir=first.parent)
     hardware = ended.summary["hardware"]
-    assert (hardware["world_size"], hardware["dtype"], hardware["threads"]) == (4, "torch.float32", 1)
+    assert (hardware["world_size"], hardware["dtype"], hardware["threads"]) == (2, "torch.float32", 1)
     assert hardware["device"].endswith(" CPU")
-    assert "world_size:4 grad_accum_steps:1" in ended.out
+    assert "world_size:2 grad_accum_steps:1" in ended.out
     assert ended.summary["stream_hash"] == finished.summary["stream_hash"]
     assert train_losses(ended) == pytest.approx(train_losses(finished), rel=1e-4)
     assert set(ended.summary) == set(finished.summary)

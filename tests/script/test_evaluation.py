@@ -119,16 +119,18 @@ def test_a_ledger_has_no_place_beyond_the_stream(start: int, count: int) -> None
 
 
 def test_windows_and_chunks_have_the_published_counts() -> None:
-    begins = np.zeros(GOLDEN_TARGETS, np.int32)
-    chunks = window_rows(GOLDEN_TARGETS, 2048, 64, begins, 32_768)
+    """All chunks but the first and the last have equally many windows: of a text with fewer of those, too."""
+    left_out = GOLDEN_CHUNKS - 10
+    targets = GOLDEN_TARGETS - left_out * 32_768
+    chunks = window_rows(targets, 2048, 64, np.zeros(targets, np.int32), 32_768)
     per_chunk = [len(rows) for rows in chunks]
-    assert sum(per_chunk) == GOLDEN_WINDOWS and len(per_chunk) == GOLDEN_CHUNKS
+    assert sum(per_chunk) + left_out * 512 == GOLDEN_WINDOWS and len(per_chunk) == 10
     assert all((rows[:, 1] // 32_768 == index).all() for index, rows in enumerate(chunks))
     assert per_chunk[0] == 481 and per_chunk[-1] == 96 and set(per_chunk[1:-1]) == {512}
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.randoms())
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.randoms())
 def test_rows_cover_each_target(targets: int, stride: int, strides: int, contexts: int, random: Any) -> None:
     context = stride * strides
     starts = np.array([random.random() < 0.05 for _ in range(targets)])

@@ -223,14 +223,42 @@ PR549 = {
 }  # fmt: skip
 
 
+def test_each_attention_is_one_graph_whatever_number_of_documents(
+    attention: str, new_graphs: Callable[[], int]
+) -> None:
+    """Its forward and its backward pass, with other numbers of documents each time."""
+    config = one_layer()
+    attend = train_gpt.load_attention(attention)
+
+    def attend_in_documents(qkv: tuple[Tensor, ...], ids_BT: Tensor, starts: Tensor) -> Tensor:
+        return attend(*qkv, train_gpt.attention_documents(ids_BT, starts, attend, config))
+
+    run = Compiler(compiled=True).compile(attend_in_documents)
+    for batch, every in zip(random_batches(config, count=3), (9, 5, 2), strict=True):
+        batch.inputs_BT[:, ::every] = train_gpt.BOS_ID
+        starts = train_gpt.starts_on_device(batch.inputs_BT, config)
+        shape_BT, width = batch.inputs_BT.shape, config.head_dim
+        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        qkv = [
+            torch.zeros(*shape_BT, count, width, dtype=torch.bfloat16, requires_grad=True) for count in heads
+        ]
+        run(tuple(qkv), batch.inputs_BT, starts).sum().backward()
+    calls = [str(node.target) for node in Compiler.graphs[0].graph.nodes if node.op == "call_function"]
+    assert calls.count(ATTENTION[attention]) == 1
+    assert new_graphs() == 2
+
+
+@pytest.mark.parametrize("attention", [
+    "sdpa", *(pytest.param(name, marks=pytest.mark.slow) for name in ATTENTION if name != "sdpa"),
+], indirect=True)  # fmt: skip
 def test_attention_and_all_kernels_are_one_graph(attention: str, new_graphs: Callable[[], int]) -> None:
-    """Forward and backward pass, whatever number of documents; once with all of PR #549, loop off and on."""
+    """Forward and backward pass, whatever number of documents; once with all of PR #549 and a loop."""
     everything = attention == "sdpa"
     config = one_layer(**PR549, NUM_LOOPS=1) if everything else one_layer()
     model = ready(train_gpt.build_model(config), attention)
-    train_on_other_documents(model, config, looping=(False, True) if everything else (False,))
-    assert_kernels_in(Compiler.graphs[0], attention, visits=1)
-    assert new_graphs() == (4 if everything else 2)
+    train_on_other_documents(model, config, looping=(everything,))
+    assert_kernels_in(Compiler.graphs[0], attention, visits=1 + everything)
+    assert new_graphs() == 2
 
 
 def one_layer(**changes: object) -> Config:

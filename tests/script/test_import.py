@@ -2,7 +2,6 @@
 
 import ast
 import bz2
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +9,12 @@ from pathlib import Path
 import pytest
 
 import train_gpt
+from tests.support.processes import Lab
 
 # What public reviews of submissions do: load the file, and do not put the module into sys.modules.
 UNREGISTERED = """
 import importlib.util, os, sys, threading
+sys.modules.pop("sentencepiece", None)  # which the server of the tests has loaded
 before = dict(os.environ)
 # Variables of other programs are ignored; a misspelled setting is named.
 MISSPELLED = "warning: SEEDS=1: not a setting; did you mean SEED?"
@@ -43,18 +44,18 @@ def wrapped(repo: Path) -> bytes:
     return train_gpt.shipped_code((repo / "train_gpt.py").read_bytes())
 
 
-def test_it_loads_as_a_module_that_nobody_registers(repo: Path, wrapped: bytes, tmp_path: Path) -> None:
+def test_it_loads_as_a_module_that_nobody_registers(repo: Path, wrapped: bytes, lab: Lab) -> None:
     """Plain and wrapped alike, far from the repository."""
-    plain_path = tmp_path / "plain.py"
+    plain_path = lab.folder / "plain.py"
     plain_path.write_bytes((repo / "train_gpt.py").read_bytes())
-    wrapped_path = tmp_path / "wrapped.py"
+    wrapped_path = lab.folder / "wrapped.py"
     wrapped_path.write_bytes(wrapped)
-    command = [sys.executable, "-c", UNREGISTERED, str(plain_path), str(wrapped_path), *SMALL]
+    review = lab.folder / "review.py"
+    review.write_text(UNREGISTERED)
     # As on a GPU, Triton reads the source of each kernel.
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    plain, again = done.stdout.splitlines()
+    done = lab.succeed(str(plain_path), str(wrapped_path), *SMALL, script=review, TRITON_INTERPRET=0)
+    assert done.err == ""
+    plain, again = done.out.splitlines()
     assert plain.endswith("True") and plain == again
 
 

@@ -286,7 +286,7 @@ def test_loss_and_every_gradient_equal_the_reference(name: str) -> None:
     model = random_model(config)
     parameters = list(model.parameters())
     ids, targets = random_ids(config), random_ids(config, seed=2)
-    for looping in (False, True):
+    for looping in (False, True) if name == "as by default" else (True,):
         ours = model.loss(ids, targets, looping=looping)
         theirs = DifferentiableReference(model, looping).nats(ids, targets).mean()
         assert abs(ours.item() - theirs.item()) <= 1e-10 * theirs.item()

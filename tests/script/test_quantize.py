@@ -232,7 +232,7 @@ def test_the_table_names_what_each_matrix_multiplies(changes: dict[str, object])
 @pytest.mark.parametrize("changes", [{}, {"PARALLEL_MODE": "gptj"}], ids=str)
 def test_every_matrix_finds_its_hessian(changes: dict[str, object]) -> None:
     """The codes of a matrix change with its own Hessian."""
-    config = tiny_config(**changes)
+    config = tiny_config(**changes, MLP_MULT=2, TRELLIS=0)
     model = trained_like(config)
     hessians = train_gpt.collect_hessians(model, random_batches(config))
     for name, parameter in train_gpt.parameter_table(config).items():

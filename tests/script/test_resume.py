@@ -53,14 +53,14 @@ def assert_same_result(ended: Ended, finished: Ended) -> None:
     assert ended.summary["artifact"]["sha256"] == finished.summary["artifact"]["sha256"]
     assert ended.summary["stream_hash"] == finished.summary["stream_hash"]
     assert ended.summary["losses"] == finished.summary["losses"]
-    assert (ended.summary["steps"], ended.summary["tokens"]) == (6, 6 * 256)
+    assert (ended.summary["steps"], ended.summary["tokens"]) == (6, 6 * 128)
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
-    """A run with a checkpoint, stopped by a signal; to be copied, not used."""
+    """A run with a short end and a checkpoint, stopped by a signal; to be copied, not used."""
     lab = Lab(tmp_path_factory.mktemp("stopped"), dataset)
-    return stop_at(lab, 3, CHECKPOINT_EVERY_SECONDS=0.001)
+    return stop_at(lab, 3, CHECKPOINT_EVERY_SECONDS=0.001, **SHORT_END)
 
 
 @pytest.fixture
@@ -97,12 +97,12 @@ def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, finished: Ended
 
 
 def test_the_clock_goes_on_where_it_stopped_and_what_was_trained_is_not_trained_on(lab: Lab) -> None:
-    """A step is four micro-batches of a hundredth of a second each, by a clock that counts them.
+    """A step is two micro-batches of a hundredth of a second each, by a clock that counts them.
 
     A run is stopped in its training, goes on, is killed while it is scored, and goes on once more.
     """
-    changes: dict[str, Any] = {**SHORT_END, "GPTQ": 1, "MAX_WALLCLOCK_SECONDS": 1.0, "TRAIN_LOG_EVERY": 5,
-                               "GPTQ_RESERVE_SECONDS": 0.3, "ITERATIONS": 100000}  # fmt: skip
+    changes: dict[str, Any] = {**SHORT_END, "GPTQ": 1, "MAX_WALLCLOCK_SECONDS": 0.6, "TRAIN_LOG_EVERY": 5,
+                               "GPTQ_RESERVE_SECONDS": 0.25, "ITERATIONS": 100000}  # fmt: skip
     clock = counted_clock()
     ended = lab.run(fault=clock + signal_at_step(10), **changes)
     assert ended.status == 128 + signal.SIGTERM, ended.err
@@ -110,18 +110,18 @@ def test_the_clock_goes_on_where_it_stopped_and_what_was_trained_is_not_trained_
     killed = lab.run(fault=clock + kill, RESUME=ended.directory, WARMUP_STEPS=1, **changes)
     assert killed.status == -signal.SIGKILL
     (resumed_ms,) = re.findall(r"^resumed:\S+ step:10 train_time:(\d+)ms", killed.out, re.M)
-    assert int(resumed_ms) == 400
+    assert int(resumed_ms) == 200
     last = lab.succeed(fault=clock, RESUME=ended.directory, **changes)
     whole = lab.elsewhere("straight").succeed(fault=clock, **changes)
     for key in ("steps", "losses", "artifact", "stream_hash"):
         assert last.summary[key] == whole.summary[key], key
-    # 17 steps fit into 0.7 s, and one is kept free.
+    # 17 steps fit into 0.35 s, and one is kept free.
     assert last.summary["steps"] == 16
     for ended in (last, whole):
         limit = ended.summary["limits"]["train_seconds"]
-        assert limit["ok"] and limit["value"] == pytest.approx(0.64 + 4 * FORWARD_SECONDS)
+        assert limit["ok"] and limit["value"] == pytest.approx(0.32 + 4 * FORWARD_SECONDS)
     times_ms = [event["train_time_ms"] for event in last.events if event["event"] == "train"]
-    assert times_ms == pytest.approx([40.0 * step for step in range(1, 17)])
+    assert times_ms == pytest.approx([20.0 * step for step in range(1, 17)])
     shown = [int(step) for step in re.findall(r"^step:(\d+)/\d+ train_loss:", killed.out, re.M)]
     assert shown == [15]  # the console keeps its interval
 
@@ -136,7 +136,7 @@ def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: L
 def refused(lab: Lab, directory: Path, *named: str, **changes: Any) -> None:
     """Nothing may be read from a checkpoint that this run could not have written, and nothing is changed."""
     before = tiny.contents(directory)
-    ended = lab.run(RESUME=directory, **changes)
+    ended = lab.run(RESUME=directory, **{**SHORT_END, **changes})
     assert ended.status == 1 and "Traceback" not in ended.err
     assert re.findall("^error: .*", ended.err, re.M) == [ended.err.splitlines()[-1]], ended.err
     assert all(words in ended.err for words in named), ended.err
@@ -465,22 +465,22 @@ def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab,
 DIVERGES = after_step(3, 'given[0].param_groups[0]["params"][0].data[0] = float("nan")')
 
 
-def test_a_loss_that_is_not_finite_stops_with_all_that_one_needs_to_go_on(lab: Lab, finished: Ended) -> None:
-    ended = lab.run(fault=DIVERGES, CHECKPOINT_EVERY_SECONDS=0.001)
+def test_a_loss_that_is_not_finite_stops_with_all_that_one_needs_to_go_on(lab: Lab, short: Ended) -> None:
+    ended = lab.run(fault=DIVERGES, CHECKPOINT_EVERY_SECONDS=0.001, **SHORT_END)
     assert ended.status == 1 and "Traceback" not in ended.err
     checkpoint = ended.directory / "checkpoint.pt"
-    told = f"error: step 4, batch at token {3 * 256}: train_loss nan, grad_norm nan; lower MATRIX_LR"
+    told = f"error: step 4, batch at token {3 * 128}: train_loss nan, grad_norm nan; lower MATRIX_LR"
     assert ended.err.startswith(told) and checkpoint.exists()
     assert ended.err.splitlines()[-1] == f"continue with RESUME={ended.directory}"
     (warning,) = re.findall(r"^warning: no checkpoint at step 3.*$", ended.out, re.M)
     assert "weights are not finite" in warning
     assert set(train_losses(ended)) == {1, 2, 3}
-    assert_same_result(lab.succeed(RESUME=ended.directory), finished)
+    assert_same_result(lab.succeed(RESUME=ended.directory, **SHORT_END), short)
 
 
-def test_resume_alone_goes_on_with_the_run_as_it_was(copy: Path, lab: Lab, finished: Ended) -> None:
+def test_resume_alone_goes_on_with_the_run_as_it_was(copy: Path, lab: Lab, short: Ended) -> None:
     ended = lab.succeed(**lab.nothing_but(RESUME=copy))
-    assert_same_result(ended, finished)
+    assert_same_result(ended, short)
     assert ended.summary["code"]["sha256"] == hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
     assert ended.directory == copy and ended.summary["config"]["WARMUP_STEPS"] == "0"
 
@@ -496,11 +496,11 @@ def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path,
     refused(lab, copy, f"code is {second}", first, "RESUME_OTHER_CODE=1", script=other)
     # Other code, and nothing else: settings must be those of the run.
     refused(lab, copy, "MATRIX_LR is 0.5", script=other, RESUME_OTHER_CODE=1, MATRIX_LR=0.5)
-    stopped_again = stop_at(lab, 5, script=other, RESUME=copy, RESUME_OTHER_CODE=1)
+    stopped_again = stop_at(lab, 5, script=other, RESUME=copy, RESUME_OTHER_CODE=1, **SHORT_END)
     told = rf"^resumed:\S+ step:3 train_time:\d+ms code:{second} after {first}$"
     assert re.search(told, stopped_again.out, re.M)
     # A given setting is stronger than one that is found.
-    given = lab.nothing_but(RESUME=copy, RESUME_OTHER_CODE=1, EVAL_STRIDE=8, TTT_ENABLED=0)
+    given = lab.nothing_but(RESUME=copy, RESUME_OTHER_CODE=1, EVAL_STRIDE=8)
     ended = lab.succeed(script=another, **given)
     assert set(ended.summary["losses"]) == {"roundtrip", "sliding_window"}
     config = train_gpt.Config.from_env({"CONFIG": str(copy / "config.env")})
@@ -509,16 +509,16 @@ def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path,
     assert (copy / "train_gpt.py").read_bytes() == another.read_bytes()
 
 
-def test_a_failure_after_training_tells_the_line_that_goes_on(lab: Lab, finished: Ended) -> None:
-    ended = lab.run(fault=in_phase("quantize", 'raise RuntimeError("injected")'))
+def test_a_failure_after_training_tells_the_line_that_goes_on(lab: Lab, short: Ended) -> None:
+    ended = lab.run(fault=in_phase("quantize", 'raise RuntimeError("injected")'), **SHORT_END)
     assert ended.status == 1 and "injected" in ended.err
     assert ended.err.splitlines()[-1] == f"continue with RESUME={ended.directory}"
-    assert_same_result(lab.succeed(**lab.nothing_but(RESUME=ended.directory)), finished)
+    assert_same_result(lab.succeed(**lab.nothing_but(RESUME=ended.directory)), short)
 
 
 def test_the_second_signal_ends_at_once(lab: Lab) -> None:
     """Both are sent in the middle of a step: after one the step is done and saved, after two nothing is."""
-    ended = lab.run(fault=SLOW_CLOCK + signal_at_step(3, signal.SIGTERM, signal.SIGINT))
+    ended = lab.run(fault=SLOW_CLOCK + signal_at_step(3, signal.SIGTERM, signal.SIGINT), **SHORT_END)
     assert ended.status == 128 + signal.SIGINT and not (ended.directory / "checkpoint.pt").exists()
     assert re.search("signal 15, .*with a checkpoint", ended.err)
     assert ended.err.splitlines()[-1].endswith("in phase train; no checkpoint or artifact was saved")

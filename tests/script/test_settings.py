@@ -273,7 +273,7 @@ def test_what_may_be_set_reads_back_to_the_same_settings() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS)), st.text(max_size=30), max_size=4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_whatever_the_text_there_is_a_config_or_a_config_error(environ: dict[str, str]) -> None:
     try:
         config = Config.from_env(environ)

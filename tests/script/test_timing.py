@@ -181,25 +181,27 @@ def traced(lab: Lab, **changes: Any) -> tuple[Ended, list[Event]]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[Ended, list[Event]]:
     """A traced run, with a warm-up and a validation between steps; to be read only."""
-    return traced(Lab(tmp_path_factory.mktemp("whole"), dataset), VAL_LOSS_EVERY=3, WARMUP_STEPS=1)
+    return traced(
+        Lab(tmp_path_factory.mktemp("whole"), dataset), VAL_LOSS_EVERY=3, WARMUP_STEPS=1, **SHORT_END
+    )
 
 
-def test_a_traced_run_has_the_same_bits(whole: tuple[Ended, list[Event]], finished: Ended) -> None:
+def test_a_traced_run_has_the_same_bits(whole: tuple[Ended, list[Event]], short: Ended) -> None:
     """And without TRACE_STEPS there is no file."""
     ended, events = whole
-    assert results(ended) == results(finished)
+    assert results(ended) == results(short)
     assert ended.err == "" and f"trace:{ended.directory / 'trace_rank0.json'}" in ended.out
     assert set(lane_spans(events)) == {"main", "disk", "stage", "copy"}, "the drawing of it shows them"
-    files = [{path.name for path in run.directory.iterdir()} for run in (ended, finished)]
+    files = [{path.name for path in run.directory.iterdir()} for run in (ended, short)]
     assert files[0] - files[1] == {"trace_rank0.json"} and files[1] <= files[0]
 
 
 def test_every_step_and_its_parts_are_there_and_spans_nest(whole: tuple[Ended, list[Event]]) -> None:
-    """Six steps of four micro-batches, none of the warm-up, the validations between two of them and last."""
+    """Six steps of two micro-batches, none of the warm-up, the validations between two of them and last."""
     _, events = whole
     six = [*range(1, 7)]
     assert steps(events) == six
-    for name, count in (("forward", 4), ("backward", 4), ("gpu_queue_wait", 4)):
+    for name, count in (("forward", 2), ("backward", 2), ("gpu_queue_wait", 2)):
         assert steps(events, name) == sorted(count * six), name
     assert steps(events, "grad_clip") == six and steps(events, "optimizer") == sorted(2 * six)
     chunks = spans(events, "chunk")
@@ -209,7 +211,7 @@ def test_every_step_and_its_parts_are_there_and_spans_nest(whole: tuple[Ended, l
     assert middle["ts"] + middle["dur"] <= chunks[3]["ts"]
     assert len(spans(events, "stage", "stage")) == len(spans(events, "stage")) > 0
     assert spans(events, "compute_stream") == []  # no GPU
-    assert len(spans(events, "gpu_transfer", "copy")) == len(spans(events, "gpu_transfer")) == 24
+    assert len(spans(events, "gpu_transfer", "copy")) == len(spans(events, "gpu_transfer")) == 12
     # Two of a lane are apart, or one is in the other: what a viewer can stack.
     for name in STEP_SPANS:
         assert all(any(inside(span, chunk) for chunk in chunks) for span in spans(events, name)), name
@@ -229,9 +231,9 @@ def test_only_the_steps_asked_for_are_written_and_shards_read_in_a_step(lab: Lab
     assert steps(events) == [3, 4]
     # No shard is read in these steps: the lane says which one lies ready.
     assert {event["name"] for event in events if event["ph"] == "X" and event["tid"] == 2} == {"disk_idle"}
-    assert steps(events, "forward") == sorted(4 * [3, 4])
+    assert steps(events, "forward") == sorted(2 * [3, 4])
     assert [span["args"]["step"] for span in spans(events, "val")] == [3]  # between the two
-    assert [span["args"]["batch"] for span in spans(events, "stage")] == [*range(8, 16)]
+    assert [span["args"]["batch"] for span in spans(events, "stage")] == [*range(4, 8)]
     first, last = spans(events, "chunk")
     begin, after = first["ts"], last["ts"] + last["dur"]
     inner = [event for event in events if event["ph"] == "X"]
@@ -294,18 +296,18 @@ def test_a_run_on_a_gpu_has_all_lanes_and_the_same_stream(lab: Lab) -> None:
     chunks = spans(events, "chunk")
     begin, end = chunks[0]["ts"], chunks[-1]["ts"] + chunks[-1]["dur"] + 1e6
     device = [e for e in events if e["ph"] == "X" and LANES[e["tid"] - 1] == "compute_stream"]
-    assert len(device) == 6 * (4 + 4 + 3) and all(begin <= span["ts"] <= end for span in device)
-    assert len(spans(events, "gpu_transfer", "copy")) >= 20
+    assert len(device) == 6 * (2 + 2 + 3) and all(begin <= span["ts"] <= end for span in device)
+    assert len(spans(events, "gpu_transfer", "copy")) >= 10
 
 
-def test_a_profile_holds_its_steps_alone_and_the_same_bits(lab: Lab, finished: Ended) -> None:
+def test_a_profile_holds_its_steps_alone_and_the_same_bits(lab: Lab, short: Ended) -> None:
     """Two of six steps, their operators beside their spans, and no others; a signal ends it with a file."""
-    ended = lab.succeed(PROFILE_STEPS="3:5", WARMUP_STEPS=1)
-    assert results(ended) == results(finished)
+    ended = lab.succeed(PROFILE_STEPS="3:5", WARMUP_STEPS=1, **SHORT_END)
+    assert results(ended) == results(short)
     profile = json.loads((ended.directory / "profile_rank0.json").read_text())["traceEvents"]
     adds = [event for event in profile if event.get("name") == "aten::embedding_dense_backward"]
     assert steps(read(ended.directory / "trace_rank0.json")) == [3, 4]
-    assert len(adds) == 2 * 4, "four micro-batches a step"
+    assert len(adds) == 2 * 2, "two micro-batches a step"
     ended = lab.elsewhere("stopped").run(fault=signal_at_step(4), PROFILE_STEPS="1:1000")
     assert ended.status == 128 + signal.SIGTERM and "stopped by signal 15" in ended.out
     assert steps(read(ended.directory / "trace_rank0.json")) == [1, 2, 3, 4]

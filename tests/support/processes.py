@@ -24,7 +24,7 @@ from unittest import mock
 import pytest
 
 from tests.support import tiny
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, no_disk_is_waited_for
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "train_gpt.py"
@@ -38,9 +38,9 @@ KEPT: Path | None = None
 # and doubles the time: tests that are about one ask for it.
 TINY_RUN: dict[str, object] = {
     **tiny.MODEL, "CONFIG": REPO / "configs/cpu_demo.env", "DEVICE": "cpu", "COMPUTE_DTYPE": "float32",
-    "ITERATIONS": 6, "WARMUP_STEPS": 0, "MAX_WALLCLOCK_SECONDS": 0, "MAX_EVAL_SECONDS": 0,
-    "ENABLE_LOOPING_AT": 0.5, "EMA_DECAY": 0.5, "MUON_WD": 0.1, "EMBED_WD": 0.1, "ADAM_WD": 0.1,
-    "VAL_TOKENS_LIMIT": 1000, "VAL_BATCH_SIZE": 16_384, "EVAL_STRIDE": 16, "TTT_ENABLED": 1,
+    "TRAIN_BATCH_TOKENS": 128, "ITERATIONS": 6, "WARMUP_STEPS": 0, "MAX_WALLCLOCK_SECONDS": 0,
+    "MAX_EVAL_SECONDS": 0, "ENABLE_LOOPING_AT": 0.5, "EMA_DECAY": 0.5, "MUON_WD": 0.1, "EMBED_WD": 0.1,
+    "ADAM_WD": 0.1, "VAL_TOKENS_LIMIT": 1000, "VAL_BATCH_SIZE": 16_384, "EVAL_STRIDE": 16, "TTT_ENABLED": 1,
     "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 32, "TTT_BATCH_SIZE": 4, "GPTQ_CALIBRATION_BATCHES": 4,
     "ARTIFACT_BYTES_MAX": 1_000_000, "RUN_ID": "run",
 }  # fmt: skip
@@ -151,6 +151,7 @@ def run_script(
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = arguments
+    no_disk_is_waited_for()
     if fault:
         exec(compile(fault, "fault", "exec"), {"os": os, "sys": sys})
     run_as_main(arguments[0], folder)
@@ -295,13 +296,25 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
     """A finished run with the tiny settings; to be read only."""
+    # SEEDS is no setting: the log says so.
+    return finished_once("finished", tmp_path_factory, dataset, WARMUP_STEPS=1, SEEDS="1 2")
+
+
+@pytest.fixture(scope="session")
+def short(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
+    """A finished run of the same six steps with a short end; to be read only."""
+    return finished_once("short", tmp_path_factory, dataset, **SHORT_END)
+
+
+def finished_once(name: str, factory: pytest.TempPathFactory, dataset: Path, **changes: object) -> Ended:
+    """A run that must succeed, made once for all test files and all parallel workers."""
 
     def make(folder: Path) -> None:
-        ended = Lab(folder, dataset).succeed(WARMUP_STEPS=1, SEEDS="1 2")  # no setting: the log says so
+        ended = Lab(folder, dataset).succeed(**changes)
         (folder / "out").write_text(ended.out, "utf-8")
         (folder / "err").write_text(ended.err, "utf-8")
 
-    folder = made_once("finished", tmp_path_factory, make)
+    folder = made_once(name, factory, make)
     return Ended(0, (folder / "out").read_text("utf-8"), (folder / "err").read_text("utf-8"), folder / "runs")
 
 

@@ -14,6 +14,11 @@ TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "1"))
 DEADLINE_SECONDS = 240.0 * TIME_SCALE  # for hangs: a loaded machine is slow
 
 
+def no_disk_is_waited_for() -> None:
+    """No test cuts the power of its machine, and a run would wait for a slow disk twenty times."""
+    os.fsync = lambda _: None  # type: ignore[assignment]
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
     """Return as soon as a condition holds; fails where it does not within `seconds`."""
     end = time.monotonic() + seconds

@@ -222,7 +222,7 @@ def shell(program: str, times: int = 1) -> str:
 @cache
 def _expanding(count: int) -> bytes:
     """A few bytes that expand to `count` spaces."""
-    return lzma.compress(b" " * count)
+    return lzma.compress(b" " * count, preset=0)
 
 
 PROGRAMS = [  # each hard on a parser in its own way
@@ -248,7 +248,7 @@ def wrapped_often(data: bytes, rng: random.Random) -> bytes:
 def expanding_payload(data: bytes, rng: random.Random) -> bytes:
     packed = _expanding(rng.choice([2**20, 2**26, 2**28]))
     for _ in range(rng.randint(0, 2)):
-        packed = lzma.compress(packed)
+        packed = lzma.compress(packed, preset=0)
     encoded = rng.choice([base64.b85encode, base64.b64encode, base64.a85encode])(packed).decode()
     return f"exec(decompress(decode({encoded!r})))".encode()
 

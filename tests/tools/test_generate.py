@@ -17,6 +17,19 @@ from tests.tools.conftest import Tool
 from tools import generate
 from tools.runs import script
 
+load_once = functools.cache(train_gpt.load_artifact)
+
+
+@pytest.fixture(autouse=True)
+def the_finished_run_s_artifact_is_read_once(finished: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what these tests took was reading it again."""
+    artifact = finished.directory / "model.bin"
+
+    def load(path: Path) -> tuple[train_gpt.GPT, train_gpt.ArtifactInfo]:
+        return load_once(path) if path == artifact else train_gpt.load_artifact(path)
+
+    monkeypatch.setattr(script, "load_artifact", load)
+
 
 @pytest.fixture
 def written(tool: Tool) -> Tool:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.dialects import DIALECT_A, DIALECT_B, OURS
@@ -128,6 +128,7 @@ def test_a_file_that_is_no_log_says_what_it_begins_with() -> None:
     assert parse_log("", Path("x.log")).says_nothing and not parse_log(OURS, Path("x.log")).says_nothing
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.text(max_size=300))
 def test_any_text_parses(text: str) -> None:
     parse_log(text, Path("x.log"))

@@ -26,7 +26,7 @@ def test_ten_lines_say_what_was_reached(finished: Ended, tool: Tool) -> None:
     plain = {m[1].strip(): float(m[2]) for line in told if (m := re.match(r"  ([xp].{19})([\d.]+)$", line))}
     assert plain.keys() == {"xz -9", "pairs of tokens"} and all(0.5 < bits < 8 for bits in plain.values())
     assert f"{finished.summary['limits']['artifact_bytes']['value']:,} of " in told[6]
-    assert "1,536 tokens" in told[7] and str(finished.directory) in told[8]
+    assert "768 tokens" in told[7] and str(finished.directory) in told[8]
 
 
 def test_xz_is_asked_about_the_validation_text(finished: Ended, dataset: Path) -> None:

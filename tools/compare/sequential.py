@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, stdev
 
 import numpy as np
@@ -36,10 +37,16 @@ class Verdict:
 
 def half_widths(spread: float, pairs: Sequence[int]) -> np.ndarray:
     """Half of a look's interval after that many pairs; spread: the standard deviation of the differences."""
+    return spread * half_widths_of_one()[np.asarray(pairs) - 2]
+
+
+@cache
+def half_widths_of_one() -> np.ndarray:
+    """Those at a spread of one, after 2, 3, ... LOOKED_AHEAD pairs."""
     from scipy import special  # here, as it is slow to import
 
-    counts = np.asarray(pairs)
-    return spread * special.stdtrit(counts - 1, 1 - LOOK_P / 2) / np.sqrt(counts)
+    counts = np.arange(2, LOOKED_AHEAD + 1)
+    return special.stdtrit(counts - 1, 1 - LOOK_P / 2) / np.sqrt(counts)
 
 
 def verdict(differences: Sequence[float], useful: float) -> Verdict:

@@ -203,6 +203,7 @@ def same_program(first: str, second: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=4)  # the wrapped form and the source of a run are compared more than once
 def _program(source: str) -> str:
     """The syntax tree as text, without docstrings and the types of functions."""
     tree = parsed(source)
