@@ -5313,6 +5313,9 @@ def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
     if not config.resume:
         return {}
     path = find_path(config.resume) / CHECKPOINT
+    if not path.exists():
+        raise ConfigError(f"RESUME: there is no {path}: the run has finished, or it ended before its first "
+                          "checkpoint; start it again under another RUN_ID")  # fmt: skip
     try:
         # torch.load does not verify checksums. A flipped bit in the weights would show up hundreds of steps
         # later, or never.
@@ -5325,8 +5328,8 @@ def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
     except Exception as error:  # whatever the bytes are
         reason = f"{error}" if isinstance(error, zipfile.BadZipFile) else type(error).__name__
         raise ConfigError(
-            f"RESUME: {path} cannot be read ({reason}); if it was copied, copy it again. A finished run has "
-            "no checkpoint, and checkpoints of 0.5.4 and older need that version") from error
+            f"RESUME: {path} cannot be read ({reason}); if it was copied, copy it again. Checkpoints of "
+            "0.5.4 and older need that version") from error
     now = {**config.as_env(TrainingSettings), **hashes}
     changed = [name for name in then | now if then.get(name) != now.get(name)]
     # A bug in a log line must not cost a paid training run. But then every record names both scripts, since
@@ -6034,7 +6037,8 @@ def choose_directory(config: Config, machine: Machine) -> Path:
         reject_links(directory)
         return directory
     # The name contains the time and machines have different clocks, so rank 0 chooses it.
-    name = config.run_id or time.strftime(f"%Y%m%d-%H%M%S-seed{config.seed}")
+    job = "eval" if config.eval_only else f"seed{config.seed}"
+    name = config.run_id or time.strftime(f"%Y%m%d-%H%M%S-{job}")
     directory = Path(machine.gather(f"{config.runs_dir}/{name}")[0])
     if machine.rank == 0:
         if os.path.lexists(directory):

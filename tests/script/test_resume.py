@@ -168,15 +168,17 @@ def test_a_directory_that_is_not_there_is_named_before_anything_else(lab: Lab) -
     assert ended.status == 1 and re.match(r"error: RESUME=\S+typo: no such directory", ended.err), ended.err
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "absent"])
+def test_a_directory_without_a_checkpoint_is_told_from_a_damaged_one(copy: Path, lab: Lab) -> None:
+    (copy / "checkpoint.pt").unlink()
+    refused(lab, copy, f"RESUME: there is no {copy / 'checkpoint.pt'}", "has finished", "another RUN_ID")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_and_nothing_in_it_runs(damage: str, copy: Path, lab: Lab) -> None:
     path, canary = copy / "checkpoint.pt", lab.folder / "canary"
     content = path.read_bytes()
-    path.unlink()
-    if damage in DAMAGES:
-        path.write_bytes(DAMAGES[damage](content, canary))
-    words = "0.5.4", "A finished run"
-    refused(lab, copy, f"RESUME: {path} cannot be read", *words)
+    path.write_bytes(DAMAGES[damage](content, canary))
+    refused(lab, copy, f"RESUME: {path} cannot be read", "0.5.4")
     assert not canary.exists()
 
 

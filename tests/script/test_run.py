@@ -165,6 +165,7 @@ def test_an_artifact_alone_is_scored_again_and_what_it_overrides_is_named(finish
     model = finished.directory / "model.bin"
     alone = lab.succeed(fault=WATCH, **lab.nothing_but(EVAL_ONLY=model, RUNS_DIR=lab.folder / "runs"))
     assert alone.summary["losses"] == finished.summary["losses"]
+    assert alone.directory.name.endswith("-eval")
     assert alone.summary["limits"]["artifact_bytes"] == finished.summary["limits"]["artifact_bytes"]
     opened = (lab.folder / "opened").read_text("utf-8").splitlines()
     beside = [Path(path).name for path in opened if Path(path).parent == finished.directory]

@@ -184,6 +184,7 @@ def test_the_next_try_knows_what_pairs_can_show_and_what_was_kept(try_it: Try, p
     (("MATRIX_LR=0.02", "--base", "nowhere"), "--base nowhere: expected a script"),
     (("MATRIX_LR=0.02", "--base", "keep"), "has been kept yet"),
     (("MATRIX_LR=0.02", "--config", "none.env"), "none.env"),
+    (("MATRX_LR=0.02",), "did you mean MATRIX_LR?"),
     (("MATRIX_LR=0.02", "--equal", "seconds"), "no MAX_WALLCLOCK_SECONDS above 0"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_refused_and_leaves_nothing(
@@ -217,6 +218,7 @@ def test_a_run_that_fails_and_other_conditions_end_a_try(
     monkeypatch.setenv("TEST_FAILS", "new-seed1337")
     status, lines = try_it("MATRIX_LR=0.05")
     assert status == 2 and "new-seed1337 ended with exit status 3" in lines[-1]
+    assert "log.txt" not in lines[-1]  # it ended before it had one
     monkeypatch.delenv("TEST_FAILS")
     assert try_it("MATRIX_LR=0.05", "--seeds", "1")[0] == 3
     monkeypatch.setenv("TEST_DEVICE", "another CPU")

@@ -22,9 +22,11 @@ has a line for each verdict.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,7 @@ from statistics import fmean
 from data import sample
 from data.files import write_bytes
 from tools.compare import history, judge, overview
-from tools.compare.driver import directory_of, locked, run_once, scores_of
+from tools.compare.driver import directory_of, is_finished, locked, run_once, scores_of
 from tools.compare.rows import Row, config_class
 from tools.compare.sequential import (
     DROP,
@@ -61,7 +63,7 @@ from tools.compare.sides import (
 from tools.runs.errors import RecordError
 from tools.runs.folder import required_object
 from tools.runs.logs import STAGES
-from tools.runs.runs import SUMMARY
+from tools.runs.runs import LOG, SUMMARY
 from tools.runs.script import find_path
 from tools.runs.settings import UNSET
 from tools.runs.stats import of_pairs, p_text
@@ -194,7 +196,9 @@ def refuse_unknown(settings: Mapping[str, str], script: Path, origin: str) -> No
     known = config_class(script)().as_env()
     for name in settings:
         if name not in known:
-            raise RecordError(f"{name} is not a setting of {origin}; its --help lists them")
+            near = "".join(difflib.get_close_matches(name, known, 1))
+            hint = f"did you mean {near}?" if near else "its --help lists them"
+            raise RecordError(f"{name} is not a setting of {origin}; {hint}")
 
 
 def refuse_unlike(base: Row, new: Row) -> None:
@@ -234,12 +238,17 @@ def budget_in_words(row: Row, equal: str) -> str:
 def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, useful: float) -> list[Pair]:
     """The pairs, up to the one after which the rule stops. RecordError for a run that failed."""
     pairs: list[Pair] = []
+    says_how_long = True
     for number, seed in enumerate(seeds):
+        had = [is_finished(directory_of(folder, name, seed)) for name in rows]
+        begin = time.monotonic()
         # In turns, so that a machine that becomes slower or faster favors no side.
         for name in (BASE, NEW) if number % 2 == 0 else (NEW, BASE):
             failed = run_once(rows[name], seed, folder, quiet=True)
             if failed:
-                raise RecordError(f"{failed}; its log.txt says more. Started again, the try goes on there")
+                has_log = (directory_of(folder, name, seed) / LOG).is_file()
+                where = "its log.txt says more" if has_log else "the lines above say why"
+                raise RecordError(f"{failed}; {where}. Started again, the try goes on there")
         pair = read_pair(folder, seed)
         pairs.append(pair)
         runs = [directory_of(folder, name, pair.seed) for pair in pairs for name in rows]
@@ -253,6 +262,12 @@ def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, use
         is_idle = len(pairs) >= FIRST_LOOK and not any(differences)
         if is_idle or verdict(differences, useful).word != UNDECIDED:
             break
+        left = len(seeds) - len(pairs)
+        if says_how_long and left and not any(had):
+            seconds = time.monotonic() - begin
+            print(f"this pair took {seconds:.0f} s; {left} more would take {left * seconds / 60:.1f} minutes",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            says_how_long = False
     return pairs
 
 
