@@ -229,7 +229,7 @@ CASES = [
     case("--seed 3", argument("--seed", "3"), "'--seed', '3'", "SEED=42 python"),
     *([] if torch.cuda.is_available() else [setting("DEVICE=cuda", "DEVICE=cpu", DEVICE="cuda")]),
     # config files
-    setting("CONFIG=no/file.env|No such file", "file of KEY=VALUE lines", CONFIG="no/file.env"),
+    setting("CONFIG=no/file.env: No such file", "file of KEY=VALUE lines", CONFIG="no/file.env"),
     # shards
     setting("no/such folder/", "set DATA_PATH|make demo|data/fineweb.py", DATA_PATH="no/such folder"),
     case("no training shards", without_training_shards, "fineweb_train_|no token shard", "set DATA_PATH"),
