@@ -58,7 +58,7 @@ DISK_ERRORS = {
     errno.ENOTDIR: "there is a file where a folder is needed: move it away or choose another folder",
     errno.EEXIST: "there is a file where a folder is needed: move it away or choose another folder",
     errno.EISDIR: "there is a folder where a file is needed: move it away",
-    errno.ENOENT: "it does not exist: check the path",
+    errno.ENOENT: "check the path",
 }
 
 

@@ -84,7 +84,7 @@ def test_text_is_taken(content: bytes, tmp_path: Path) -> None:
 
 def test_what_is_not_a_file_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     device = Path(os.devnull)  # for which the same holds as for a pipe, and which no test waits for
-    for path, told in ((device, "cannot be read twice"), (tmp_path / "none.jsonl", "it does not exist"),
+    for path, told in ((device, "cannot be read twice"), (tmp_path / "none.jsonl", "check the path"),
                        (tmp_path, "there is a folder where a file is needed")):
         command = ["--docs", str(path), "--name", "set", "--out", str(tmp_path / "out")]
         assert export.main([*command, "--train-tokenizer", "300"]) == 1

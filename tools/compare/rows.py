@@ -99,7 +99,8 @@ def read_lines(path: Path) -> dict[str, list[str]]:
     try:
         lines = exact_text(path.read_bytes()).splitlines()
     except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: {error}; expected lines of NAME: SETTING=VALUE …") from error
+        reason = getattr(error, "strerror", error)
+        raise RecordError(f"{path}: {reason}; expected lines of NAME: SETTING=VALUE …") from error
     found: dict[str, list[str]] = {}
     begun = ""  # of a line that goes on
     for number, line in enumerate(lines, 1):
