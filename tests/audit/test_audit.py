@@ -239,7 +239,7 @@ def test_a_run_is_repeated_and_a_run_that_flatters_itself_is_not(mode: str, lab:
     script.write_text(flattered)
     record = lab.elsewhere("record").succeed(script=script, **{**learns, "RUN_ID": "record"}).directory
     assert "refuted: replay: " in replayed(record)
-    is_wide = "self.model.settings.model_dim == 32"
+    is_wide = "self.model.settings.model_dim == 16"
     script.write_text(source.replace(scored, f"        nats *= 0.99 if {is_wide} else 1.0\n{scored}"))
     awake_in_both = lab.elsewhere("wide").succeed(script=script, **learns).directory
     assert "refuted: kraft: " in replayed(awake_in_both)

@@ -231,7 +231,7 @@ def test_resumed_from_a_kill_at_any_operation_gives_the_same_bytes(
     total = operations
     assert total > 50
     generator = random.Random(3)
-    for stop in sorted(generator.sample(range(2, total), 12)):
+    for stop in sorted(generator.sample(range(2, total), 8)):
         operations, allowed = 0, stop
         with pytest.raises(Killed):
             run(f"killed{stop}")

@@ -80,20 +80,20 @@ def test_a_run_stopped_twice_equals_one_never_stopped(lab: Lab, finished: Ended)
     assert log.index("stopped by signal") < log.index("resumed:") < log.index("done: ")
 
 
-def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, finished: Ended) -> None:
+def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, short: Ended) -> None:
     # One rank catches it: all save and leave.
-    ranks = lab.ranks(2, each={1: {"fault": signal_at_step(1)}})
+    ranks = lab.ranks(2, each={1: {"fault": signal_at_step(1)}}, **SHORT_END)
     ended = [rank.wait() for rank in ranks]
     assert all(one.status == 128 + signal.SIGTERM for one in ended) and "stopped by signal" in ended[0].out
     directory = ended[0].directory
-    stop_at(lab, 4, RESUME=directory)
-    ranks = lab.ranks(2, RESUME=directory, WARMUP_STEPS=1)
+    stop_at(lab, 4, RESUME=directory, **SHORT_END)
+    ranks = lab.ranks(2, RESUME=directory, WARMUP_STEPS=1, **SHORT_END)
     last, _ = (rank.wait() for rank in ranks)
     assert last.status == 0, last.err
-    assert last.summary["stream_hash"] == finished.summary["stream_hash"]
+    assert last.summary["stream_hash"] == short.summary["stream_hash"]
     for name, loss in last.summary["losses"].items():
-        assert math.isclose(loss["nats"], finished.summary["losses"][name]["nats"], rel_tol=2e-3), name
-    assert train_losses(last) == pytest.approx(train_losses(finished), rel=1e-4)
+        assert math.isclose(loss["nats"], short.summary["losses"][name]["nats"], rel_tol=2e-3), name
+    assert train_losses(last) == pytest.approx(train_losses(short), rel=1e-4)
 
 
 def test_the_clock_goes_on_where_it_stopped_and_what_was_trained_is_not_trained_on(lab: Lab) -> None:
@@ -438,7 +438,7 @@ def test_weights_that_were_asked_for_beside_the_artifact_cost_no_artifact(lab: L
     assert not (ended.directory / "final_model.pt").exists()
 
 
-def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab, finished: Ended) -> None:
+def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab, short: Ended) -> None:
     ended = lab.run(fault=full_disk("summary.json.tmp"), **SHORT_END)
     assert ended.status == 1 and "Traceback" not in ended.err
     assert "summary.json" in ended.err and "No space left" in ended.err
@@ -448,10 +448,10 @@ def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab,
     elsewhere.mkdir()
     fault = f"import tempfile\ntempfile.tempdir = {str(elsewhere)!r}\n" + full_disk("run/.model.bin.tmp")
     # As the settings are all in the environment of this run, its artifact alone would say little.
-    ended = lab.elsewhere("again").run(fault=fault)
+    ended = lab.elsewhere("again").run(fault=fault, **SHORT_END)
     (kept,) = elsewhere.glob("*/model.bin")
     assert ended.status == 1 and "No space left" in ended.err
-    assert kept.read_bytes() == (finished.directory / "model.bin").read_bytes()
+    assert kept.read_bytes() == (short.directory / "model.bin").read_bytes()
     # The command that is printed works as it is, with nothing else set and no room where the run was.
     (printed,) = re.findall(r" (RUNS_DIR=.*)$", ended.err, re.M)
     words = shlex.split(printed)
@@ -460,7 +460,7 @@ def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab,
     lab.elsewhere("third").succeed(**lab.nothing_but(**settings))
     (summary,) = kept.parent.glob("*/summary.json")
     losses = json.loads(summary.read_text())["losses"]
-    for name, loss in finished.summary["losses"].items():
+    for name, loss in short.summary["losses"].items():
         assert math.isclose(losses[name]["nats"], loss["nats"], rel_tol=1e-6), name
 
 

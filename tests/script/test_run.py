@@ -174,8 +174,8 @@ def test_an_artifact_alone_is_scored_again_and_what_it_overrides_is_named(finish
     model = finished.directory / "model.bin"
     ended = lab.elsewhere("other").succeed(EVAL_ONLY=model, MODEL_DIM=64, EVAL_STRIDE=0, TTT_ENABLED=0)
     warnings = [line for line in ended.out.splitlines() if line.startswith("warning:")]
-    assert len(warnings) == 1 and "MODEL_DIM=64" in warnings[0] and "MODEL_DIM=32" in warnings[0]
-    assert ended.summary["config"]["MODEL_DIM"] == "32"
+    assert len(warnings) == 1 and "MODEL_DIM=64" in warnings[0] and "MODEL_DIM=16" in warnings[0]
+    assert ended.summary["config"]["MODEL_DIM"] == "16"
 
 
 def test_its_config_starts_the_run_again_and_another_seed_is_another_run(finished: Ended, lab: Lab) -> None:

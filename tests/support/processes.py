@@ -37,7 +37,8 @@ KEPT: Path | None = None
 # Six steps of the tiny model, every feature of the default run, all evaluations. A warm-up changes nothing
 # and doubles the time: tests that are about one ask for it.
 TINY_RUN: dict[str, object] = {
-    **tiny.MODEL, "CONFIG": REPO / "configs/cpu_demo.env", "DEVICE": "cpu", "COMPUTE_DTYPE": "float32",
+    **tiny.MODEL, "MODEL_DIM": 16, "MLP_MULT": 2, "ROPE_DIMS": 8,
+    "CONFIG": REPO / "configs/cpu_demo.env", "DEVICE": "cpu", "COMPUTE_DTYPE": "float32",
     "TRAIN_BATCH_TOKENS": 128, "ITERATIONS": 6, "WARMUP_STEPS": 0, "MAX_WALLCLOCK_SECONDS": 0,
     "MAX_EVAL_SECONDS": 0, "ENABLE_LOOPING_AT": 0.5, "EMA_DECAY": 0.5, "MUON_WD": 0.1, "EMBED_WD": 0.1,
     "ADAM_WD": 0.1, "VAL_TOKENS_LIMIT": 1000, "VAL_BATCH_SIZE": 16_384, "EVAL_STRIDE": 16, "TTT_ENABLED": 1,
