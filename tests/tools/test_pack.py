@@ -166,6 +166,20 @@ def test_a_record_of_the_challenge_has_an_author(tmp_path: Path, refusal: Tool, 
     assert "note: --github-id, --blurb not given" in told
 
 
+def test_a_new_setting_without_a_source_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = tmp_path / "design.md"
+    sources.write_text("| `Z_LOSS=0.0` | PaLM, arXiv 2204.02311 | none |\n")
+    monkeypatch.setattr("tools.runs.techniques.SOURCES", sources)
+    before, after = {"Z_LOSS": "0.0", "GAIN": "0"}, {"Z_LOSS": "0.1", "GAIN": "1"}
+    base = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, config=before), name="Base")
+    assert "names no source" not in capsys.readouterr().out
+    runs = make_runs(tmp_path / "new", 1, config=after)
+    pack(tmp_path / "records", runs, "--baseline", str(base), name="New")
+    assert "names no source of GAIN;" in capsys.readouterr().out
+
+
 def test_baseline_gives_diff_and_comparison(tmp_path: Path) -> None:
     base = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, 2, 3), name="Base")
     changed = SOURCE.replace("LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03")

@@ -160,6 +160,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {told}: a submission needs them; give them, and another --name")
     if base is None:
         print("note: without --baseline, README.md does not say what is new")
+    unsourced = readme.without_source(packed)
+    if unsourced:
+        print(f"note: README.md names no source of {', '.join(unsourced)}; it takes one from the table in "
+              "docs/design.md")  # fmt: skip
     if track == RECORD_TRACK:
         print(f"say what is new below the end mark of {destination / README}: the challenge asks for it")
     if proof is None:

@@ -104,6 +104,14 @@ def _source_of(setting: str, submission: Mapping[str, Any]) -> str:
     return ""
 
 
+def without_source(submission: Mapping[str, Any]) -> list[str]:
+    """The settings that differ from the baseline's and have no published source."""
+    verdict = submission["comparison"]
+    if not verdict or verdict["source_lines"] is None:
+        return []
+    return [name for name, *_ in verdict["settings"] if not _source_of(name, submission)]
+
+
 def _linked(source: str) -> str:
     """With links to the pull requests and papers that it names."""
     source = PULL_REQUEST.sub(rf"[#\1](https://github.com/{REPOSITORY}/pull/\1)", source)
