@@ -129,7 +129,12 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     before = me.runs()
     me.do("python train_gpt.py", EVAL_ONLY="runs/first/model.bin")
     (again,) = me.runs() - before
-    assert me.summary(again)["losses"] == demo["losses"]
+    scored = me.summary(again)["losses"]
+    # Diagnostics run only in the time that is left, of which a busy machine may leave none.
+    shared = scored.keys() & demo["losses"].keys()
+    assert "legal_ttt" in shared
+    for name in shared:
+        assert scored[name] == demo["losses"][name]
     assert "The function" in me.do('python -m tools generate runs/first/model.bin "The function returns"')
 
     # What it reached, said again.
