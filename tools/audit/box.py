@@ -29,6 +29,7 @@ from tools.audit.broken import Broken, NotChecked
 
 NAMES = ("Config", "Ledger", "main")  # what a script must have
 SECONDS_MAX = 900  # for a run: one that takes longer is ended
+SECONDS_TO_END = 10
 FILE_BYTES_MAX = 1 << 33  # of one file that a run writes
 ENDED, HANGS = 98, 97  # exit statuses: the box is gone; the run was ended
 
@@ -226,12 +227,15 @@ class Box:
 
     def close(self) -> None:
         """End the script's process, and with it all in its namespace."""
-        self.process.kill()
-        self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             with contextlib.suppress(OSError):
                 stream.close()
+        # At the end of its orders it ends by itself, and its CPU time is counted with ours.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=SECONDS_TO_END)
+        self.process.kill()
+        self.process.wait()
 
 
 @contextlib.contextmanager

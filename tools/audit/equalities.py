@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
+from data.shards import BOS_ID
 from tools.audit.box import Run
 from tools.audit.broken import Broken
 from tools.audit.worlds import World
@@ -86,16 +88,25 @@ def within_limit(run: Run) -> None:
         raise Broken("size", f"reported {told}, files have {code} and {weights} bytes, of {limit}")
 
 
-def blind(first: Run, second: Run, token: int, tolerance: float = BIT_BY_BIT) -> None:
-    """Texts that differ from a token on leave the nats of all targets before it."""
+def blind(first: Run, second: Run, apart: bool, tolerance: float = BIT_BY_BIT) -> None:
+    """Targets before the first token that differs keep their nats; before that of their document, if apart.
+
+    apart: no document may affect another.
+    """
     ended(second)
+    tokens = first.tokens
+    differ = tokens != second.tokens
+    begins = np.where(tokens == BOS_ID, np.arange(len(tokens)), 0) if apart else np.zeros(len(tokens), int)
+    begins = np.maximum.accumulate(begins)
+    before = np.append(0, differ.cumsum())  # a token: how many differ
+    may_move = before[2:] > before[begins[:-1]]  # target i is token i + 1
     for label, nats in first.nats.items():
         other = second.nats.get(label, np.zeros(0))
         if len(other) != len(nats):
             raise Broken("future", f"{label}: another number of scores")
-        moved = np.abs(other - nats)[: token - 1]
-        if not (moved <= tolerance * np.maximum(1, nats[: token - 1])).all():
-            at = int(moved.argmax())
+        moved = np.where(may_move, 0, np.abs(other - nats))
+        if not (moved <= tolerance * np.maximum(1, nats)).all():
+            at, token = int(moved.argmax()), int(differ.argmax())
             raise Broken("future", f"{label}: token {token} moves target {at} by {moved[at]:.1e} nats")
 
 
@@ -106,11 +117,14 @@ def sum_to_one(sums: dict[str, float], where: str, tolerance: float = NORMALIZED
             raise Broken("kraft", f"{label}: {where}: probabilities sum to {total:.6f}")
 
 
-def same_nats(first: Run, second: Run, what: str, tolerance: float = BIT_BY_BIT, begin: int = 0) -> None:
-    """All labels of two runs have the same nats from a target on."""
+def same_nats(
+    first: Run, second: Run, what: str, tolerance: float = BIT_BY_BIT, begin: int = 0,
+    labels: Sequence[str] | None = None,
+) -> None:  # fmt: skip
+    """All labels of two runs, or those named, have the same nats from a target on."""
     ended(second)
-    for label, nats in first.nats.items():
-        other = second.nats.get(label, np.zeros(0))
+    for label in first.nats if labels is None else labels:
+        nats, other = first.nats[label], second.nats.get(label, np.zeros(0))
         if len(other) != len(nats):
             raise Broken("same", f"{label}: {what}: another number of scores")
         moved = np.abs(other - nats)[begin:].max(initial=0.0)

@@ -128,7 +128,7 @@ def replayed(folder: Path, documents: int | None, seed: int | None, say: Callabl
                 say(f"  walls: {opened.walls}")
                 again = Again(original, opened, given, np.random.default_rng(seed))
                 for name, text in experiments(run, original, again, documents):
-                    verdict.note(name, text, opened.cpu_seconds)
+                    verdict.note(name, text)
                     say(f"  pass {name}: {text}")
                 opened.check_it_stayed_inside()
     return verdict

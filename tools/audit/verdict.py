@@ -27,7 +27,6 @@ class Verdict:
     not_checked: str = ""
     not_run: list[str] = field(default_factory=list)  # branches
     largest: str = ""
-    cpu_seconds: float = 0.0  # of the script's process
 
     @property
     def status(self) -> int:
@@ -64,10 +63,9 @@ class Verdict:
         if fingerprint() != before:
             self.refuted = "walls: the auditor's own files have changed"
 
-    def note(self, law: str, text: str, cpu_seconds: float) -> None:
-        """A law held. cpu_seconds: what the script has taken so far."""
+    def note(self, law: str, text: str) -> None:
+        """A law held."""
         self.passed.append({"law": law, "text": text})
-        self.cpu_seconds = cpu_seconds
 
 
 def fingerprint() -> str:
