@@ -106,7 +106,8 @@ def blind(first: Run, second: Run, apart: bool, tolerance: float = BIT_BY_BIT) -
             raise Broken("future", f"{label}: another number of scores")
         moved = np.where(may_move, 0, np.abs(other - nats))
         if not (moved <= tolerance * np.maximum(1, nats)).all():
-            at, token = int(moved.argmax()), int(differ.argmax())
+            at = int(moved.argmax())
+            token = int(np.append(np.flatnonzero(differ[at + 2 :]) + at + 2, differ.argmax())[0])
             raise Broken("future", f"{label}: token {token} moves target {at} by {moved[at]:.1e} nats")
 
 
@@ -121,13 +122,14 @@ def same_nats(
     first: Run, second: Run, what: str, tolerance: float = BIT_BY_BIT, begin: int = 0,
     labels: Sequence[str] | None = None,
 ) -> None:  # fmt: skip
-    """All labels of two runs, or those named, have the same nats from a target on."""
+    """All labels of two runs, or those named, have the same nats from a target on, until a text ends."""
     ended(second)
     for label in first.nats if labels is None else labels:
         nats, other = first.nats[label], second.nats.get(label, np.zeros(0))
-        if len(other) != len(nats):
+        if len(other) - len(nats) != len(second.tokens) - len(first.tokens):
             raise Broken("same", f"{label}: {what}: another number of scores")
-        moved = np.abs(other - nats)[begin:].max(initial=0.0)
+        shared = slice(begin, min(len(nats), len(other)))
+        moved = np.abs(other[shared] - nats[shared]).max(initial=0.0)
         if not moved <= tolerance:
             raise Broken("same", f"{label}: {what} moves a target by {moved:.1e} nats")
 

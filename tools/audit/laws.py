@@ -30,6 +30,7 @@ from tools.audit.worlds import (
     FIRST_LETTER,
     NEVER_SEEN,
     PIECES,
+    STARTS,
     World,
     Worlds,
     hard_text,
@@ -189,6 +190,10 @@ def endings(lab: Lab) -> Iterator[str]:
     yield from blind_to_endings(lab, ids, (64, 35, 118))
     yield from blind_to_endings(lab, repeating(ids), (80,))
     yield from blind_to_endings(lab, lab.worlds.long().tokens, (339,))
+    if lab.apart:
+        for start in STARTS[-2:]:  # the text ends with the document before
+            same.same_nats(lab.ask(ids[: start + 1]), lab.asked(ids), "text that follows", same.REPACKED)
+        yield "a text that ends earlier has the same scores"
 
 
 @law("no document affects a later one, unless the weights learn from the text in order")
@@ -347,8 +352,9 @@ def many_steps(lab: Lab) -> Iterator[str]:
     easy = lab.worlds.several("easy", lab.worlds.train[:400])
     hard = lab.worlds.several("hard", hard_text())
     warmed = of_two_texts(lab, easy, hard, {**many, "WARMUP_STEPS": "12"})
-    same.same_artifact([warmed, lab.train(easy, many)], "twelve steps of warm-up")
-    yield "another validation text and 12 steps of warm-up leave an artifact of 120 steps as it was"
+    plain = lab.train(easy, {**many, "VAL_LOSS_EVERY": "0"})
+    same.same_artifact([warmed, plain], "twelve steps of warm-up, or validation on the way")
+    yield "another text, validation, and 12 steps of warm-up leave an artifact of 120 steps as it was"
 
 
 def alone(lab: Lab, run: Run) -> None:

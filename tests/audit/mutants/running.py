@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.audit.mutants.scoring import rate_picked_by_score
-from tests.audit.mutants.trial import Trial, honest, scorer, weights_of
+from tests.audit.mutants.trial import Change, Trial, honest, scorer, weights_of
 
 # ======================================================================================================
 # BYTES AND TOKENIZER
@@ -28,6 +28,20 @@ def double_space_bytes(script: ModuleType) -> None:
         return counted + (counted > 1)
 
     script.token_bytes = table  # type: ignore[attr-defined]
+
+
+def unchecked(change: Change) -> Change:
+    """Another count of bytes in a script that has lost its own checks of them, so that a law must see it."""
+
+    def changed(script: ModuleType) -> None:
+        change(script)
+        read_manifest = script.read_manifest
+        script.check_text = lambda *_: None  # type: ignore[attr-defined]
+        script.read_manifest = lambda folder: read_manifest(folder)._replace(  # type: ignore[attr-defined]
+            audited_bytes=None
+        )
+
+    return changed
 
 
 def other_piece_lengths(script: ModuleType, change: Any) -> None:

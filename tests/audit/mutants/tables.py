@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from tests.audit.mutants import adversary, documents, running, scoring
+from tests.audit.mutants import adversary, documents, held_out, running, scoring
 from tests.audit.mutants.hostile import HOSTILE
 from tests.audit.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS
 from tests.audit.mutants.trial import Mutant, honest, other_nats, scorer
@@ -35,6 +35,17 @@ BY_LAW: dict[str, dict[str, Mutant]] = {
         "moved-by-the-longest": Mutant(
             adversary.wrapped("DocumentScorer.read", adversary.moved_by_the_longest), "documents"
         ),
+        "scored-with-its-neighbor": Mutant(
+            adversary.wrapped("DocumentScorer.nats", held_out.scored_with_its_neighbor), "documents"
+        ),
+        "first-of-a-batch-flattered": Mutant(
+            adversary.wrapped("DocumentScorer.nats", held_out.first_of_a_batch_flattered), "documents"
+        ),
+        "adapters-by-hindsight": Mutant(documents.scored_by(held_out.adapters_by_hindsight), "documents"),
+        "warmed-by-a-later-token": Mutant(other_nats(held_out.warmed_by_a_later_token)),
+        "warmed-by-the-length-of-the-text": Mutant(
+            adversary.wrapped("DocumentScorer.nats", held_out.warmed_by_the_length), "documents"
+        ),
         **scoring.carried_in_every_order(),
     },
     "documents": {
@@ -45,6 +56,7 @@ BY_LAW: dict[str, dict[str, Mutant]] = {
         "roundtrip-that-learns": Mutant(adversary.roundtrip_that_learns),
     },
     "sums": {
+        "knows-where-documents-end": Mutant(other_nats(held_out.knows_where_documents_end)),
         "adapt-then-score": Mutant(scorer(scoring.adapt_then_score)),
         "one-token-past-the-chunk": Mutant(scorer(scoring.one_token_past)),
         "pre-quantization-ttt": Mutant(scorer(scoring.pre_quantization_ttt)),
@@ -88,7 +100,7 @@ BY_LAW: dict[str, dict[str, Mutant]] = {
         ),
     },
     "vocabulary": {
-        "long-pieces-count-more": Mutant(adversary.long_pieces_count_more, "configured"),
+        "long-pieces-count-more": Mutant(running.unchecked(adversary.long_pieces_count_more), "configured"),
         "softmax-over-the-top": Mutant(
             adversary.wrapped("GPT.loss_per_token", adversary.softmax_over_the_top), "configured"
         ),
@@ -102,19 +114,27 @@ BY_LAW: dict[str, dict[str, Mutant]] = {
         "flattering-log": Mutant(scoring.wrapped_evaluate(scoring.flattering_log), "documents"),
         "two-log-lines": Mutant(scoring.logged_before_the_end, "documents"),
         "ledger-sums-the-easy-part": Mutant(scoring.ledger_sums_the_easy_part, "documents"),
-        "double-space-bytes": Mutant(running.double_space_bytes, "documents"),
-        "byte-pieces-as-text": Mutant(running.byte_pieces_as_text, "documents"),
-        "characters-as-bytes": Mutant(running.characters_as_bytes, "documents"),
+        "double-space-bytes": Mutant(running.unchecked(running.double_space_bytes), "documents"),
+        "byte-pieces-as-text": Mutant(running.unchecked(running.byte_pieces_as_text), "documents"),
+        "characters-as-bytes": Mutant(running.unchecked(running.characters_as_bytes), "documents"),
         "document-starts-counted": Mutant(running.document_starts_counted, "documents"),
         "case-marks-as-text": Mutant(running.case_marks_as_text, "documents"),
         "more-bytes-in-the-run": Mutant(running.more_bytes_in_the_run, "documents"),
         "fewer-targets-in-the-run": Mutant(running.fewer_targets_in_the_run, "documents"),
-        "spaces-after-bos-counted": Mutant(adversary.is_text_where(adversary.document_starts), "documents"),
-        "spaces-after-all-ids-counted": Mutant(adversary.is_text_where(adversary.all_ids), "documents"),
-        "sidecar-and-one-a-document": Mutant(
-            adversary.wrapped("token_bytes", adversary.sidecar_and_one), "documents"
+        "spaces-after-bos-counted": Mutant(
+            running.unchecked(adversary.is_text_where(adversary.document_starts)), "documents"
         ),
-        "bytes-of-pieces-for-a-sidecar": Mutant(running.sidecar_ignored, "documents"),
+        "spaces-after-all-ids-counted": Mutant(
+            running.unchecked(adversary.is_text_where(adversary.all_ids)), "documents"
+        ),
+        "sidecar-and-one-a-document": Mutant(
+            running.unchecked(adversary.wrapped("token_bytes", adversary.sidecar_and_one)), "documents"
+        ),
+        "bytes-of-pieces-for-a-sidecar": Mutant(running.unchecked(running.sidecar_ignored), "documents"),
+        "bytes-of-the-document-before": Mutant(
+            running.unchecked(adversary.wrapped("token_bytes", held_out.bytes_of_the_document_before)),
+            "documents",
+        ),
         "byte-each-ten-thousand": Mutant(
             adversary.wrapped("token_bytes", adversary.byte_each_ten_thousand), "documents"
         ),
@@ -160,6 +180,7 @@ BY_LAW: dict[str, dict[str, Mutant]] = {
         "prefetch-skips": Mutant(running.prefetch_skips, "configured"),
     },
     "many-steps": {
+        "steps-while-validating": Mutant(held_out.steps_while_validating, "documents"),
         "each-fiftieth-batch-is-validation": Mutant(adversary.fiftieth_batch_of_validation, "documents"),
     },
     "ranks": {
@@ -181,11 +202,15 @@ BY_LAW: dict[str, dict[str, Mutant]] = {
         "kinder-with-two-ranks": Mutant(adversary.wrapped("summarize", adversary.kinder_with_two_ranks)),
     },
     "trained-by-two": {
+        "second-rank-calibrates-on-validation": Mutant(
+            adversary.wrapped("collect_hessians", held_out.second_rank_calibrates), "projected tables"
+        ),
         "second-rank-trains-on-validation": Mutant(
             adversary.batches_of_validation(lambda machine: machine.rank == 1), "projected tables"
         ),
     },
     "clock-of-training": {
+        "everything-by-a-slow-clock": Mutant(held_out.slow_clock_everywhere, "documents"),
         "trains-by-a-slow-clock": Mutant(adversary.slow_training, "documents"),
         "limits-are-always-kept": Mutant(adversary.wrapped("log_limit", adversary.always_kept), "documents"),
     },
@@ -234,6 +259,10 @@ UNSEEN: dict[str, tuple[Mutant, str]] = {
     "roundtrip-that-slides": (
         Mutant(adversary.roundtrip_that_slides),
         "a diagnosis has another name than it should; it does not rank",
+    ),
+    "learns-past-its-time": (
+        Mutant(held_out.slow_clock_of_learning, "documents"),
+        "its limit is reported as exceeded, which a record may not have",
     ),
     "windows-of-a-gpu-flattered": (
         Mutant(adversary.wrapped('WindowScorer._score_batch', adversary.windows_of_a_gpu_flattered)),
