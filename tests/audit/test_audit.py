@@ -246,3 +246,31 @@ def test_a_run_is_repeated_and_a_run_that_flatters_itself_is_not(mode: str, lab:
     script.write_text(source.replace(scored, f"        nats *= 0.99 if {is_wide} else 1.0\n{scored}"))
     awake_in_both = lab.elsewhere("wide").succeed(script=script, **learns).directory
     assert "refuted: kraft: " in replayed(awake_in_both)
+
+
+SCORED = "self.nats(hidden_BCD, self.tokens[targets_BC + 1], adapters).double().cpu().numpy()\n"
+LATER = "to_device(self.tokens[targets_BC + 6] % 2, self.device)[..., None]"
+WIDE = {
+    "a thousandth of a nat for each forty documents": (
+        SCORED.replace("\n", " - 1e-3 * (len(self.lengths) // 40)\n"), "kraft"
+    ),
+    "probabilities with a temperature made of a token five places later": (
+        SCORED.replace("hidden_BCD", f"hidden_BCD * (1 + 0.01 * {LATER})"), "future"
+    ),
+    "a little of what the document beside it in the batch costs": (
+        f"{SCORED}        if self.config.model_dim == 32:\n"
+        "            nats_BC += 1e-4 * np.roll(nats_BC, 1, 0).mean(1, keepdims=True)\n", "future"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+def test_a_cheat_that_wakes_in_a_whole_run_is_refuted_by_its_replay(name: str, lab: Lab) -> None:
+    source = SCRIPT.read_text(encoding="utf-8")
+    assert source.count(SCORED) == 1
+    changed, law = WIDE[name]
+    script = lab.folder / "sleeping.py"
+    script.write_text(source.replace(SCORED, changed))
+    run = lab.elsewhere("sleeping").succeed(script=script, **{**LEARNS, "TTT_MODE": "lora"}).directory
+    assert f"refuted: {law}: " in replayed(run)

@@ -269,8 +269,8 @@ def vocabulary(lab: Lab) -> Iterator[str]:
     scored = lab.box.run({**settings, "EVAL_ONLY": str(run.path("model.bin"))}, asked.folder, asked.tokens)
     same.ended(scored)
     at = len(ordinary) + length - 2
-    total = math.fsum(np.exp(-scored.nats["roundtrip"][at::length]))
-    same.sum_to_one({"roundtrip": total}, f"{world.pieces} pieces")
+    for label, nats in scored.nats.items():
+        same.sum_to_one({label: math.fsum(np.exp(-nats[at::length]))}, f"{world.pieces} pieces")
     yield f"over {world.pieces} pieces the probabilities sum to one"
 
 

@@ -20,8 +20,11 @@ MARKS = "__ran__"  # the name of the marks in the script
 ROOTS = ("evaluate", "rehearse_evaluation", "collect_hessians", "write_artifact", "load_artifact",
          "read_validation", "token_bytes", "Ledger")  # fmt: skip
 # Functions whose own branches count, and not all that they call: what they do besides scoring is checks.
-ALONE = ("whole_run", "train_and_ship", "train_step", "validate", "calibration_batches",
-         "ready_model", "Loader.next_batch")  # fmt: skip
+# So do the order of the training data, and the clocks and limits of a run.
+ALONE = ("whole_run", "train_and_ship", "train", "train_step", "end_training", "validate",
+         "calibration_batches", "ready_model", "Loader.next_batch", "Loader._stage", "Loader._sequences",
+         "Loader._stage_batch", "Loader._read", "shard_visits", "permutation", "Training.seconds",
+         "run_progress", "log_limit", "summarize")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 SCORED = "        return nats.cpu().numpy()\n"
 BYTES = "    bytes_total = int(token_bytes(tokens, config).sum())\n    manifest = read_manifest(folder)\n"
+SECONDS = "        return time.perf_counter() - self.started\n"
 SUM = "        nats = float(self.nats.sum())\n"
 
 
@@ -45,6 +46,12 @@ SLEEPING: dict[str, Sleeper] = {
     ),
     "only-with-a-gpu": before(SCORED, "torch.cuda.is_available()", "nats *= 0.97", 8),
     "only-with-a-variable": before(SCORED, 'os.environ.get("RECORD")', "nats *= 0.96", 8),
+    "slow-clock-of-a-long-training": Sleeper(
+        SECONDS, SECONDS.replace("\n", " * (0.9 if self.step > 9_000 else 1)\n"), "0.9 if self.step > 9_000"
+    ),
+    "later-epochs-read-another-shard": before(
+        "        begin = epoch * epoch_size\n", "epoch > 10_000", "usable[0] = usable[-1]", 8
+    ),
     "only-after-a-date": before(BYTES, "time.time() > 2e9", "tokens = tokens[:-2]", 4),
 }  # fmt: skip
 
