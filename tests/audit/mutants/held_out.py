@@ -1,4 +1,4 @@
-"""Mutants that were written after the laws, to try them. What passed them changed them.
+"""Mutants that were written after the laws, to try them. Two were not refuted, and changed the laws.
 
 A temperature that is made of the length of the text made `endings` ask shorter texts, and steps during a
 validation made `many-steps` do without any.
@@ -6,6 +6,8 @@ validation made `many-steps` do without any.
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,12 +41,11 @@ def adapters_by_hindsight(script: Any, scorer: Any, batch: np.ndarray) -> None:
         best = int(np.argmin(losses))
         scorer.record(chunk, hidden[best], sets[best])
         if chunk.learning:
-            for times, (h, adapters) in enumerate(zip(hidden, sets, strict=True), 1):
-                scorer.learn(chunk, h, adapters)
-                if times == 2:
+            for steps, adapters in enumerate(sets, 1):
+                for _ in range(steps):
                     with torch.enable_grad():
-                        again = scorer.read(chunk, adapters)
-                    scorer.learn(chunk, again, adapters)
+                        hidden_BCD = scorer.read(chunk, adapters)
+                    scorer.learn(chunk, hidden_BCD, adapters)
 
 
 def bytes_of_the_document_before(original: Any, tokens: np.ndarray, config: Any) -> Any:
@@ -59,12 +60,8 @@ def bytes_of_the_document_before(original: Any, tokens: np.ndarray, config: Any)
 
 def slow_clock_everywhere(script: Any) -> None:
     """All that the script times runs a tenth slow."""
-    import types
-
     real = script.time
-    slow = types.SimpleNamespace(
-        **{name: getattr(real, name) for name in dir(real) if not name.startswith("_")}
-    )
+    slow = SimpleNamespace(**{name: getattr(real, name) for name in dir(real) if not name.startswith("_")})
     slow.perf_counter = lambda: 0.9 * real.perf_counter()
     slow.monotonic = lambda: 0.9 * real.monotonic()
     slow.time = lambda: 0.9 * real.time()
@@ -98,8 +95,6 @@ def warmed_by_a_later_token(nats: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 def second_rank_calibrates(original: Any, model: Any, batches: Any) -> Any:
     """The second rank's share of the Hessians is of validation text."""
-    import sys
-
     script = sys.modules["audited_script"]
 
     def stolen() -> Any:

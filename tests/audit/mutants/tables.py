@@ -274,7 +274,7 @@ UNSEEN: dict[str, tuple[Mutant, str]] = {
     ),
     "batches-of-a-gpu-of-validation": (
         Mutant(adversary.batches_of_validation(lambda machine: machine.on_gpu)),
-        "no GPU here: nothing sees it",
+        "no GPU here: in the text of a script its branch is listed as not run",
     ),
     "later-batches-calibrate": (
         Mutant(adversary.wrapped('calibration_batches', adversary.later_batches_calibrate)),
