@@ -239,11 +239,11 @@ def sums(lab: Lab) -> Iterator[str]:
     if lab.name not in QUICK_LABS:
         yield from probabilities(lab, ids[:100], (64, 31))
         return
-    # The end of a chunk and the beginnings of two, the end of a document; amid a phrase; deep in a document,
-    # and in one that is alone in its batch.
+    # The end of a chunk and the beginnings of two, the end of a document; amid a phrase; in a document that
+    # is alone in its batch, and deep in one.
     yield from probabilities(lab, ids, (31, 64, 130))
     yield from probabilities(lab, repeating(ids), (32, 77))
-    yield from probabilities(lab, lab.worlds.long().tokens, (301, 420))
+    yield from probabilities(lab, lab.worlds.long().tokens, (301, 420) if lab.apart else (420,))
 
 
 @law("over a large vocabulary, too", ("configured",))
