@@ -2307,7 +2307,7 @@ def read_config_file(path: str) -> dict[str, str]:
     try:
         lines = find_path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", error)
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"CONFIG={path}: {reason}; set it to a file of KEY=VALUE lines") from error
     for number, line in enumerate(lines, 1):
         # A # inside a value is part of it, as in a path.

@@ -99,7 +99,7 @@ def read_lines(path: Path) -> dict[str, list[str]]:
     try:
         lines = exact_text(path.read_bytes()).splitlines()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", error)
+        reason = getattr(error, "strerror", None) or error
         raise RecordError(f"{path}: {reason}; expected lines of NAME: SETTING=VALUE …") from error
     found: dict[str, list[str]] = {}
     begun = ""  # of a line that goes on

@@ -22,7 +22,6 @@ has a line for each verdict.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import shlex
 import sys
@@ -64,7 +63,7 @@ from tools.runs.errors import RecordError
 from tools.runs.folder import required_object
 from tools.runs.logs import STAGES
 from tools.runs.runs import LOG, SUMMARY
-from tools.runs.script import find_path
+from tools.runs.script import find_path, similar_setting
 from tools.runs.settings import UNSET
 from tools.runs.stats import of_pairs, p_text
 from tools.runs.writing import columns
@@ -196,7 +195,7 @@ def refuse_unknown(settings: Mapping[str, str], script: Path, origin: str) -> No
     known = config_class(script)().as_env()
     for name in settings:
         if name not in known:
-            near = "".join(difflib.get_close_matches(name, known, 1))
+            near = similar_setting(name)
             hint = f"did you mean {near}?" if near else "its --help lists them"
             raise RecordError(f"{name} is not a setting of {origin}; {hint}")
 
