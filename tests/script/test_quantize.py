@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -309,3 +310,23 @@ def test_more_damping_is_told_in_the_log(tiny: Config) -> None:
     assert damped.count("warning") == 1
     needed = 10 * tiny.gptq_damping
     assert "warning: mlp_up_bank" in damped and f"GPTQ_DAMPING={needed:g}" in damped
+
+
+@pytest.mark.parametrize("seconds_per_batch, taken", [(0.5, 4), (3.5, 2), (6.0, 1), (20.0, 1)])
+def test_calibration_stops_before_a_batch_that_would_not_end_in_time(
+    tiny: Config, seconds_per_batch: float, taken: int
+) -> None:
+    """Ten seconds are left, of which one is a margin. The first batch is taken in any case."""
+    config = replace(tiny, gptq_calibration_batches=4, max_wallclock_seconds=10.0, gptq_reserve_seconds=10.0)
+    logged: list[str] = []
+    machine = SimpleNamespace(world_size=1, wait=lambda: None, gather=lambda value: [value])
+    training = SimpleNamespace(
+        config=config, seconds=0.0, run=SimpleNamespace(machine=machine, log=logged.append),
+        loader=SimpleNamespace(next_batch=object),
+    )  # fmt: skip
+    batches = 0
+    for _ in train_gpt.calibration_batches(training):
+        training.seconds += seconds_per_batch
+        batches += 1
+    assert batches == taken
+    assert len(logged) == (taken < 4)

@@ -202,7 +202,7 @@ def documents(lab: Lab) -> Iterator[str]:
         return
     ids = lab.worlds.short().tokens
     changed = ids.copy()
-    changed[12:40] = FIRST_LETTER + (ids[12:40] + 1) % 8
+    changed[12:40] = FIRST_LETTER + (ids[12:40] - FIRST_LETTER + 1) % (PIECES - FIRST_LETTER)
     first, second = lab.asked(ids), lab.ask(changed)
     labels = [label for label in first.nats if lab.apart or label != "legal_ttt"]
     same.same_nats(first, second, "an earlier document", begin=40, labels=labels)
