@@ -4677,16 +4677,16 @@ class Trellis:
     def __init__(self, columns: int) -> None:
         self.rows = 0
         # Shifts of the next row, of the row before it and of the row before that.
-        self.shifts_3C = np.zeros((3, columns), np.int64)
+        self.shift_C = self.before_C = self.before_that_C = np.zeros(columns, np.int64)
 
     def follow(self, codes_C: Array) -> None:
         """Advance by a row that has these codes."""
-        shift_C, before_C, before_that_C = self.shifts_3C
-        next_shift_C = (codes_C & 1) ^ before_C ^ before_that_C
-        self.shifts_3C = np.stack([next_shift_C, shift_C, before_C])
+        next_shift_C = (codes_C & 1) ^ self.before_C ^ self.before_that_C
+        self.before_C, self.before_that_C = self.shift_C, self.before_C
+        self.shift_C = next_shift_C
         self.rows += 1
         if self.rows % TRELLIS_ROWS == 0:
-            self.shifts_3C[:] = 0
+            self.shift_C = self.before_C = self.before_that_C = np.zeros_like(next_shift_C)
 
 
 def half_steps(codes_RC: Array) -> Array:
@@ -4694,7 +4694,7 @@ def half_steps(codes_RC: Array) -> Array:
     trellis = Trellis(codes_RC.shape[1])
     halves_RC = 2 * codes_RC.astype(np.int16)
     for codes_C, halves_C in zip(codes_RC, halves_RC, strict=True):
-        halves_C += trellis.shifts_3C[0]
+        halves_C += trellis.shift_C
         trellis.follow(codes_C)
     return halves_RC
 
@@ -4818,34 +4818,42 @@ class SymbolModel:
         sigmas = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256
         bell = 1.0 / (1.0 + values[..., None, :] * values[..., None, :] / (6.0 * sigmas * sigmas + 1.5))
         self.counts = np.floor(64.0 * bell * bell * bell * bell).astype(np.int64).reshape(-1, self.size)
+        self.frequencies = np.empty_like(self.counts)
+        self.starts = np.empty_like(self.counts)
+        self.divide_slots(np.arange(len(self.counts)))
         # Start as if two rows had been seen, with a mean |code| of a sixth of the peak.
         self.rows = 2
         self.sums_256ths = np.full(columns, 2 * 256 * peak // 6)
 
     def tables(self) -> tuple[Array, Array, Array]:
         """For the next row: first entry of each column's table; frequency and first slot of each entry."""
-        # Each symbol gets one slot, so that none is impossible. The others are divided up by the counts.
-        totals = self.counts.sum(1, keepdims=True)
-        frequencies = 1 + self.counts * (SLOTS - self.size) // totals
-        # The slots left over by rounding go to the most frequent symbol of each table.
-        unused = SLOTS - frequencies.sum(1)
-        most_frequent = self.counts.argmax(1)
-        frequencies[range(len(frequencies)), most_frequent] += unused
         classes = np.searchsorted(CLASS_EDGES, self.sums_256ths // self.rows, side="right")
-        classes += self.trellis.shifts_3C[0] * (len(CLASS_EDGES) + 1)
-        flat = frequencies.ravel()
-        return classes * self.size, flat, flat.cumsum() - flat
+        classes += self.trellis.shift_C * (len(CLASS_EDGES) + 1)
+        return classes * self.size, self.frequencies.ravel(), self.starts.ravel()
 
     def learn(self, table_starts: Array, symbols: Array) -> None:
         """Count the row that was just coded with the tables that begin at `table_starts`."""
         # Counts do not decay, because the rows of a matrix have no order in time.
-        seen = np.bincount(table_starts + symbols, minlength=self.counts.size)
-        self.counts += seen.reshape(self.counts.shape)
+        seen = np.bincount(table_starts + symbols, minlength=self.counts.size).reshape(self.counts.shape)
+        self.counts += seen
+        self.divide_slots(np.flatnonzero(seen.any(1)))
         codes = symbols - self.peak
-        self.sums_256ths += 128 * np.abs(2 * codes + self.trellis.shifts_3C[0])  # half a step is 128
+        self.sums_256ths += 128 * np.abs(2 * codes + self.trellis.shift_C)  # half a step is 128
         self.rows += 1
         if self.along_trellis:
             self.trellis.follow(codes)
+
+    def divide_slots(self, tables: Array) -> None:
+        """Divide the slots of each of these tables among its symbols by their counts, which have changed."""
+        # Each symbol gets one slot, so that none is impossible. The others are divided up by the counts.
+        counts = self.counts[tables]
+        totals = counts.sum(1, keepdims=True)
+        frequencies = 1 + counts * (SLOTS - self.size) // totals
+        # The slots left over by rounding go to the most frequent symbol of each table.
+        unused = SLOTS - frequencies.sum(1)
+        frequencies[np.arange(len(tables)), counts.argmax(1)] += unused
+        self.frequencies[tables] = frequencies
+        self.starts[tables] = SLOTS * tables[:, None] + frequencies.cumsum(1) - frequencies
 
 
 def encode(arrays: list[Array]) -> bytes:
