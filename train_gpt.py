@@ -1178,7 +1178,14 @@ def build_model(config: Config) -> GPT:
     It gets only the settings that the artifact stores: a model that reads any other setting fails at its
     first step, not after training, when the artifact is loaded.
     """
-    return GPT(ModelSettings.from_values(config.as_env()), config.seed)
+    # On one thread: on several, the orthogonal matrices would be others for each number of threads, and take
+    # many times as long.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return GPT(ModelSettings.from_values(config.as_env()), config.seed)
+    finally:
+        torch.set_num_threads(threads)
 
 
 # --- initial weights ---
@@ -6223,7 +6230,8 @@ def summarize(
     if machine.rank == 0:
         write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
     results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
-    run.log(f"done: bits per byte {results}; stream_hash:{trained.stream_hash}; files in {run.directory}")
+    stream = "" if config.eval_only else f" stream_hash:{trained.stream_hash};"
+    run.log(f"done: bits per byte {results};{stream} files in {run.directory}")
 
 
 if __name__ == "__main__":

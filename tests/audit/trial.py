@@ -88,6 +88,9 @@ def main(arguments: list[str]) -> None:
     file = Path(arguments[0])
     done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
     names = arguments[1:] or [*tables.MUTANTS]
+    unknown = [name for name in names if name not in tables.MUTANTS]
+    if unknown:
+        sys.exit(f"no mutant is named {', '.join(unknown)}; the names are in tests/audit/mutants/tables.py")
     with court() as opened:
         for name in names:
             if name in done:

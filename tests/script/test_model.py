@@ -393,6 +393,21 @@ def test_initial_weights() -> None:
         assert torch.equal(model.get_parameter(name), torch.tensor(values))
 
 
+def test_initial_weights_are_the_same_for_any_number_of_threads() -> None:
+    config = tiny(MODEL_DIM=128)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = build_model(config).state_dict()
+        torch.set_num_threads(2)
+        together = build_model(config).state_dict()
+        assert torch.get_num_threads() == 2, "training still uses both"
+    finally:
+        torch.set_num_threads(before)
+    for name, weights in alone.items():
+        assert torch.equal(weights, together[name]), name
+
+
 @pytest.mark.parametrize("trained", [0, 7])
 def test_a_shorter_input_is_rotated_as_in_training(trained: int) -> None:
     """The base follows the trained length and a longer input's, never a shorter one's."""
