@@ -15,7 +15,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TORCH_DEFAULT := 2.13.0
 # Those that requirements.txt promises, and where each has its environment: TORCH_ENVIRONMENTS/2.13.0.
-TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0
+TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1
 TORCH_ENVIRONMENTS ?= .venv-torch
 
 CONFIG ?= $(shell nvidia-smi >/dev/null 2>&1 && echo configs/gpu_demo.env || echo configs/cpu_demo.env)
@@ -39,7 +39,7 @@ help:
 $(READY): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is not Python 3.10 or later; name one, as in make demo PYTHON=python3.12"; exit 1; }
-	@set -e; fitting='import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); assert (2, 9) <= v < (2, 14)'; \
+	@set -e; fitting='import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); assert (2, 9) <= v < (2, 15)'; \
 	if $(PYTHON) -c "$$fitting" 2>/dev/null; then \
 		echo "creating $(VENV) (one time), with the torch that $(PYTHON) has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 		$(PYTHON) -c 'import sysconfig as s; print(s.get_path("purelib")); print(s.get_path("platlib"))' > \
