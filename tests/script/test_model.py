@@ -417,6 +417,17 @@ def test_a_shorter_input_is_rotated_as_in_training(trained: int) -> None:
     assert not torch.allclose(model(ids.repeat(1, 2))[:, :16], model(ids))
 
 
+def test_the_rotary_base_grows_with_longer_inputs_and_never_shrinks() -> None:
+    """The default's ROPE_TRAIN_SEQ_LEN is longer than TRAIN_SEQ_LEN."""
+    plain = train_gpt.rotary_table(16, tiny(ROPE_TRAIN_SEQ_LEN=16))
+    assert torch.equal(train_gpt.rotary_table(16, tiny(ROPE_TRAIN_SEQ_LEN=24)), plain)
+    assert torch.equal(train_gpt.rotary_table(24, tiny(ROPE_TRAIN_SEQ_LEN=24))[:, :16], plain)
+    assert not torch.equal(train_gpt.rotary_table(25, tiny(ROPE_TRAIN_SEQ_LEN=24))[:, :16], plain)
+    # The only pair of channels is the fastest one, and keeps its speed.
+    one_pair = train_gpt.rotary_table(32, tiny(ROPE_TRAIN_SEQ_LEN=16, ROPE_DIMS=2))
+    assert torch.equal(one_pair[:, :16], train_gpt.rotary_table(16, tiny(ROPE_DIMS=2)))
+
+
 @pytest.mark.parametrize(("name", "reference"), [
     ("upstream_baseline.env", 17_059_912), ("pr591.env", 17_059_912),
     ("pr549.env", 26_928_220), ("pr785.env", 26_928_220),

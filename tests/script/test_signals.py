@@ -1,12 +1,15 @@
 """Whoever asks a run to end, by whatever signal and however often, gets a checkpoint."""
 
+import ctypes
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+import train_gpt
 from tests.support.planted import signal_at_step
 from tests.support.processes import SCRIPT, SHORT_END, Ended, Lab, free_port
 from tests.support.waiting import is_running, wait_until
@@ -122,6 +125,22 @@ def test_ranks_save_and_end_when_torchrun_is_gone(lab: Lab) -> None:
 
 
 # Starts two ranks as torchrun does, but forks them: they need not load torch once more.
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux sends this signal")
+@pytest.mark.parametrize("environ, expected", [({}, 0), ({"TORCHELASTIC_RUN_ID": "x"}, signal.SIGTERM)])
+def test_a_run_ends_with_torchrun_but_not_with_a_shell(environ: dict[str, str], expected: int) -> None:
+    """A run that was started in the background goes on when its shell is gone."""
+    set_signal, get_signal = 1, 2  # PR_SET_PDEATHSIG and PR_GET_PDEATHSIG of <sys/prctl.h>
+    prctl = ctypes.CDLL(None).prctl
+    try:
+        prctl(set_signal, 0)
+        train_gpt.end_with_launcher(environ)
+        found = ctypes.c_int()
+        prctl(get_signal, ctypes.byref(found))
+    finally:
+        prctl(set_signal, 0)
+    assert found.value == expected
+
+
 LAUNCHER = """
 import os, runpy, sys
 del sys.argv[0]
