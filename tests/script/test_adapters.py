@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import train_gpt
 from tests.support.before import before
-from tests.support.subject import LORA, RecordingRun, Subject
+from tests.support.subject import LORA, VOCAB_SIZE, RecordingRun, Subject
 from tests.support.subject import subject as tiny_subject
 from tests.support.waiting import DEADLINE_SECONDS
 from train_gpt import (
@@ -262,7 +262,7 @@ def scorer_of(lab: Subject, tokens: np.ndarray, machine: Machine | None = None) 
 def test_batches_are_dealt_before_anything_is_scored_and_evenly() -> None:
     lab = subject(TTT_BATCH_SIZE=4)
     random = np.random.default_rng(0)
-    tokens = random.integers(2, 12, 20_000).astype(np.uint16)
+    tokens = random.integers(2, VOCAB_SIZE, 20_000).astype(np.uint16)
     tokens[np.unique(random.integers(0, len(tokens), 300))] = BOS_ID
     whole = scorer_of(lab, tokens)
     all_batches = [batch.tolist() for batch in whole.batches()]
@@ -480,7 +480,7 @@ class Worked:
 
 
 def many_documents() -> np.ndarray:
-    tokens = np.random.default_rng(1).integers(2, 12, 600).astype(np.uint16)
+    tokens = np.random.default_rng(1).integers(2, VOCAB_SIZE, 600).astype(np.uint16)
     tokens[[0, *np.cumsum(np.arange(8, 40, 2)), 590]] = BOS_ID
     return tokens
 

@@ -16,7 +16,8 @@ from tools.audit.worlds import STARTS
 
 SCORERS = ("score_roundtrip", "score_sliding", "score_ttt")
 TOKENS = 150
-__all__ = ["LORA", "SCORERS", "RecordingRun", "Subject", "subject"]
+VOCAB_SIZE = 12
+__all__ = ["LORA", "SCORERS", "VOCAB_SIZE", "RecordingRun", "Subject", "subject"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Subject:
 def subject(**settings: object) -> Subject:
     """The smallest settings, with some changed."""
     changes = {name: str(value) for name, value in settings.items()}
-    return Subject(train_gpt.Config.from_env({**SGD, **changes}))
+    return Subject(train_gpt.Config.from_env({**SGD, "VOCAB_SIZE": str(VOCAB_SIZE), **changes}))
 
 
 class RecordingRun:
