@@ -17,7 +17,7 @@ from tests.audit import trial
 from tests.audit.mutants import sleeping, tables
 from tests.audit.mutants.hostile import HOSTILE
 from tests.audit.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS
-from tests.support.processes import Ended, Lab
+from tests.support.processes import TINY_RUN, Ended, Lab
 from tests.tools.conftest import Tool
 from tools import REPO
 from tools.audit import box, replay, settings, unexecuted, walls
@@ -242,7 +242,7 @@ def test_a_run_is_repeated_and_a_run_that_flatters_itself_is_not(mode: str, lab:
     script.write_text(flattered)
     record = lab.elsewhere("record").succeed(script=script, **{**learns, "RUN_ID": "record"}).directory
     assert "refuted: replay: " in replayed(record)
-    is_wide = "self.model.settings.model_dim == 16"
+    is_wide = f"self.model.settings.model_dim == {TINY_RUN['MODEL_DIM']}"
     script.write_text(source.replace(scored, f"        nats *= 0.99 if {is_wide} else 1.0\n{scored}"))
     awake_in_both = lab.elsewhere("wide").succeed(script=script, **learns).directory
     assert "refuted: kraft: " in replayed(awake_in_both)
@@ -258,7 +258,7 @@ WIDE = {
         SCORED.replace("hidden_BCD", f"hidden_BCD * (1 + 0.01 * {LATER})"), "future"
     ),
     "a little of what the document beside it in the batch costs": (
-        f"{SCORED}        if self.config.model_dim == 32:\n"
+        f"{SCORED}        if self.config.model_dim == {TINY_RUN['MODEL_DIM']}:\n"
         "            nats_BC += 1e-4 * np.roll(nats_BC, 1, 0).mean(1, keepdims=True)\n", "future"
     ),
 }  # fmt: skip
