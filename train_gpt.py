@@ -1178,8 +1178,8 @@ def build_model(config: Config) -> GPT:
     It gets only the settings that the artifact stores: a model that reads any other setting fails at its
     first step, not after training, when the artifact is loaded.
     """
-    # On one thread: on several, the orthogonal matrices would be others for each number of threads, and take
-    # many times as long.
+    # With several threads, the QR factorizations of orthogonal matrices would round differently for each
+    # number of threads, and take many times as long.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
