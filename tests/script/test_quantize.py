@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -119,6 +120,18 @@ def test_what_is_restored_is_codes_times_scales_of_the_clip() -> None:
             scales = torch.exp2(exponents[:, matrix] / 8).half().float()
             factors = torch.exp2(in_columns[matrix] / 8).half().float()
             assert torch.equal(restored_NRC[matrix], mine * scales[:, None] * factors)
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 40), (3, 40, 24), (1, 300, 16)])
+def test_without_hessians_each_matrix_follows_the_trellis(shape: tuple[int, int, int]) -> None:
+    """Along its rows: a decoder, which knows the shifts from the codes before, finds the same half steps."""
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    quantized = quantizer_of(weights, None, trellis=True).quantize(0.25, 31.0)
+    codes = (quantized.codes >> 1).astype(np.int8)
+    assert np.array_equal(train_gpt.half_steps(codes), quantized.codes)
+    error = (weights - train_gpt.dequantize(quantized, shape)).square().mean()
+    whole = quantizer_of(weights, None).quantize(0.25, 31.0)
+    assert error < (weights - train_gpt.dequantize(whole, shape)).square().mean()
 
 
 def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[float, float]:
