@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from tools.audit.worlds import PIECES
+
 ON_CPU = {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": "0"}
 # A context of 16 tokens: several windows, chunks and documents in a text of 150 tokens. Rates at which
 # test-time training moves every loss.
 TINY = {
-    **ON_CPU, "MAX_EVAL_SECONDS": "0", "VOCAB_SIZE": "8", "NUM_LAYERS": "2", "MODEL_DIM": "16",
+    **ON_CPU, "MAX_EVAL_SECONDS": "0", "VOCAB_SIZE": str(PIECES), "NUM_LAYERS": "2", "MODEL_DIM": "16",
     "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "MLP_MULT": "2", "XSA_LAST_N": "1", "ROPE_DIMS": "0",
     "NUM_LOOPS": "0", "PARALLEL_START_LAYER": "-1", "TRAIN_SEQ_LEN": "16", "EVAL_SEQ_LEN": "0",
     "ROPE_TRAIN_SEQ_LEN": "8", "TRAIN_BATCH_TOKENS": "64", "MICRO_BATCH_TOKENS": "64",
