@@ -4795,10 +4795,13 @@ SLOTS = 1 << 15  # per table; a lane's state has 17 to 32 bits, and is refilled 
 # Lower edges of the classes of columns, in 256ths of a column's mean |code|: four per octave.
 CLASS_EDGES = np.array([(4 + quarter) << octave for octave in range(12) for quarter in range(4)])
 ALONG_TRELLIS = 128  # a flag in the byte of an array's peak, which itself takes seven bits
+SYMBOLS_AT_ONCE = 16  # narrow rows, such as one exponent each, are coded and learned up to so many together
 
 
 class SymbolModel:
     """The probability of each symbol of an array, learned row by row, in the encoder and decoder alike.
+
+    Narrow rows are coded `rows_at_once`, and learned together, because each step costs the same time.
 
     A column's class is determined by the mean |code| of its rows so far. Each class has a table of integer
     frequencies that sum to SLOTS. The tables are concatenated, so that a symbol of table t is entry
@@ -4812,6 +4815,8 @@ class SymbolModel:
         peak = peak_byte % ALONG_TRELLIS
         self.peak = peak
         self.size = 2 * peak + 1
+        # Along a trellis, each row shifts the next one.
+        self.rows_at_once = 1 if self.along_trellis else max(1, SYMBOLS_AT_ONCE // max(columns, 1))
         values = np.arange(-peak, peak + 1.0)
         if self.along_trellis:
             values = np.stack([values, values + 0.5])
@@ -4833,22 +4838,23 @@ class SymbolModel:
         self.sums_256ths = np.full(columns, 2 * 256 * peak // 6)
 
     def tables(self) -> tuple[Array, Array, Array]:
-        """For the next row: first entry of each column's table; frequency and first slot of each entry."""
+        """For the next rows: first entry of each column's table; frequency and first slot of each entry."""
         classes = np.searchsorted(CLASS_EDGES, self.sums_256ths // self.rows, side="right")
         classes += self.trellis.shift_C * (len(CLASS_EDGES) + 1)
         return classes * self.size, self.frequencies.ravel(), self.starts.ravel()
 
     def learn(self, table_starts: Array, symbols: Array) -> None:
-        """Count the row that was just coded with the tables that begin at `table_starts`."""
+        """Count the rows that were just coded with the tables that begin at `table_starts`."""
         # Counts do not decay, because the rows of a matrix have no order in time.
-        seen = np.bincount(table_starts + symbols, minlength=self.counts.size).reshape(self.counts.shape)
+        entries = (table_starts + symbols).ravel()
+        seen = np.bincount(entries, minlength=self.counts.size).reshape(self.counts.shape)
         self.counts += seen
         self.divide_slots(np.flatnonzero(seen.any(1)))
         codes = symbols - self.peak
-        self.sums_256ths += 128 * np.abs(2 * codes + self.trellis.shift_C)  # half a step is 128
-        self.rows += 1
+        self.sums_256ths += 128 * np.abs(2 * codes + self.trellis.shift_C).sum(0)  # half a step is 128
+        self.rows += len(codes)
         if self.along_trellis:
-            self.trellis.follow(codes)
+            self.trellis.follow(codes[0])
 
     def divide_slots(self, tables: Array) -> None:
         """Divide the slots of each of these tables among its symbols by their counts, which have changed."""
@@ -4883,9 +4889,10 @@ def encode(arrays: list[Array]) -> bytes:
             kind = ALONG_TRELLIS
         peak_bytes.append(kind + np.abs(codes).max(initial=0))
         model = SymbolModel(array.shape[1], peak_bytes[-1])
-        for symbols in codes + model.peak:
+        for row in range(0, len(codes), model.rows_at_once):
+            symbols = codes[row : row + model.rows_at_once] + model.peak
             table_starts, frequencies, starts = model.tables()
-            entries = table_starts + symbols
+            entries = (table_starts + symbols).ravel()
             # 16 bits each, because all of them are kept until the last symbol.
             coded.append((frequencies[entries].astype("u2"), (starts[entries] % SLOTS).astype("u2")))
             model.learn(table_starts, symbols)
@@ -4927,10 +4934,13 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[Array]:
     for (rows, columns), peak_byte in zip(shapes, peak_bytes, strict=True):
         array = np.empty((rows, columns), np.int64)
         model = SymbolModel(columns, peak_byte)
-        for symbols in array:
+        for row in range(0, rows, model.rows_at_once):
+            symbols_RC = array[row : row + model.rows_at_once]
             table_starts, frequencies, starts = model.tables()
-            for left in range(0, columns, lanes):
-                first = table_starts[left : left + lanes]
+            symbols = symbols_RC.reshape(-1)  # a view: what is decoded here fills the array
+            first_entries = np.tile(table_starts, len(symbols_RC))
+            for left in range(0, len(symbols), lanes):
+                first = first_entries[left : left + lanes]
                 state = states[: len(first)]
                 # The low bits of a state are a slot of the column's table, which belongs to one symbol.
                 slots = starts[first] + state % SLOTS
@@ -4941,7 +4951,7 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[Array]:
                 low = np.flatnonzero(state < 1 << 16)
                 state[low] = (state[low] << 16) + words[used : used + len(low)]
                 used += len(low)
-            model.learn(table_starts, symbols)
+            model.learn(table_starts, symbols_RC)
         codes = (array - model.peak).astype(np.int8)
         arrays.append(half_steps(codes) if model.along_trellis else codes)
     if used != len(words) or (states != 1 << 16).any():
@@ -5059,7 +5069,7 @@ def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]
     return best, f"{note} passes:{passes}"
 
 
-MAGIC = b"\x89PGA\r\n\0\4"  # the last byte is the version
+MAGIC = b"\x89PGA\r\n\0\5"  # the last byte is the version
 # Magic, size of the header, CRC-32 of it and of the coded weights, which follow.
 HEAD = struct.Struct("<8s3I")
 
@@ -5136,7 +5146,7 @@ def read_artifact(
 ) -> tuple[dict[str, Any], dict[str, QuantizedWeights]]:
     """The header and the quantized parameters of a file. ValueError and other exceptions if it is bad."""
     if not data.startswith(MAGIC):
-        raise ValueError("not an artifact, or one of version 0.5.4 or older; use the train_gpt.py of its run")
+        raise ValueError("not an artifact, or one of version 0.6 or older; use the train_gpt.py of its run")
     _, header_bytes, *checksums = HEAD.unpack_from(data)
     # Check that the file is intact before interpreting anything.
     packed_header = data[HEAD.size : HEAD.size + header_bytes]

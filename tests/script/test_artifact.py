@@ -304,7 +304,7 @@ def test_foreign_older_cut_and_flipped_files_are_refused(tiny_file: Path, tmp_pa
     older[7] -= 1
     for foreign in (b"", b"PK\x03\x04" + data[4:], bytes(older), data[:3]):
         message = refused(foreign, tmp_path)
-        assert "version 0.5.4 or older; use the train_gpt.py of its run" in message
+        assert "version 0.6 or older; use the train_gpt.py of its run" in message
     for cut in (60, len(data) // 2, len(data) - 1):
         assert "truncated or damaged" in refused(data[:cut], tmp_path)
     for section in sections_of(tiny_file).values():
