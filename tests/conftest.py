@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import dataset, finished, lab, short  # noqa: F401
+from tests.support.processes import dataset, finished, lab, short, start_server  # noqa: F401
 from tests.support.waiting import TIME_SCALE, no_disk_is_waited_for
 
 REPO = Path(__file__).resolve().parents[1]
@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
+    start_server()
     no_disk_is_waited_for()
     gc.disable()
 

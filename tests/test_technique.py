@@ -120,7 +120,6 @@ def test_an_example_of_the_page_does_what_it_says(name: str, repo: Path, tmp_pat
     shutil.copy(repo / "train_gpt.py", tmp_path)
     apply(patch, tmp_path, repo)
     # In a process of its own: whatever the example does to torch, no other test sees it.
-    processes.SERVER.set_forkserver_preload(processes.PRELOAD.split())
     one_thread = processes.environment(processes.ONE_THREAD)
     with one_thread, ProcessPoolExecutor(1, processes.SERVER) as process:
         process.submit(run_in_script, tmp_path / "train_gpt.py", START + EXAMPLES[name]).result()

@@ -25,7 +25,7 @@ import numpy as np
 from data import shards
 from tests.support import tiny
 from tests.support.planted import before
-from tests.support.processes import PRELOAD, SERVER, Ended, Hung, Lab, Started, keep_what_scripts_give
+from tests.support.processes import Ended, Hung, Lab, Started, keep_what_scripts_give
 
 Kind = Callable[[Lab, Ended, random.Random], None]
 SHARD_TOKENS = 400  # so that a step needs one or two
@@ -262,7 +262,6 @@ def matrix(folder: Path, runs: int, seed: int) -> tuple[str, int]:
     data = folder / "data"
     data.mkdir()
     make_small_shards(data)
-    SERVER.set_forkserver_preload(PRELOAD.split())
     keep_what_scripts_give(folder / "kept")
     lab = Lab(folder, data)
     reference = lab.elsewhere("reference").succeed()

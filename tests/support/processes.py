@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import faulthandler
 import fcntl
+import gc
 import hashlib
 import json
 import marshal
 import multiprocessing
 import os
 import random
+import select
 import shutil
 import socket
 import sys
+import threading
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +37,7 @@ SCRIPT = REPO / "train_gpt.py"
 # This module too, or each process would import it and pytest: a fifth of what a short run takes.
 PRELOAD = "torch._dynamo torch._refs torch.distributed numpy.ma sentencepiece tests.support.processes"
 SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(PRELOAD.split())  # whoever needs it first starts it, unless `start_server` did
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 OF_THE_PROCESS = ("PATH", "OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # of the process, not of a run
 KEPT: Path | None = None
@@ -49,6 +56,43 @@ TINY_RUN: dict[str, object] = {
 # third of the time of a run.
 ROUNDED = {"GPTQ": 0, "TRELLIS": 0, "RATE_CONTROL": 0}
 SHORT_END = {**ROUNDED, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
+
+
+def start_server() -> None:
+    """Start the server of processes as a copy of this one, which has just loaded torch, instead of anew.
+
+    It loads the rest when the first process is asked for. Until then it costs nothing.
+    """
+    resource_tracker.ensure_running()  # or it, too, would be started in this way
+    with mock.patch("multiprocessing.util.spawnv_passfds", become_server), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the threads of xdist are not copied
+        forkserver.ensure_running()
+
+
+def become_server(path: str, arguments: list[str], descriptors: list[int]) -> int:
+    """In a copy of this process: do what a new Python would be started for. Returns its number.
+
+    descriptors: of the server's socket, then of a pipe that closes when this process ends.
+    """
+    server = os.fork()
+    if server:
+        return server
+    try:
+        faulthandler.disable()  # it has a descriptor of its own
+        for number in map(int, os.listdir("/dev/fd")):
+            if number > 2 and number not in descriptors:
+                with contextlib.suppress(OSError):  # that of the listing itself
+                    os.close(number)
+        # What pytest has put in place of Python's own: it would keep errors of threads to itself.
+        threading.excepthook = threading.__excepthook__
+        sys.unraisablehook = sys.__unraisablehook__
+        gc.enable()
+        listener, alive = descriptors[:2]
+        ready, _, _ = select.select([listener, alive], [], [])
+        if listener in ready:
+            exec(arguments[-1], {})
+    finally:
+        os._exit(0)
 
 
 class Hung(AssertionError):
@@ -289,7 +333,6 @@ def made_once(name: str, factory: pytest.TempPathFactory, make: Any) -> Path:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny dataset; to be read only."""
-    SERVER.set_forkserver_preload(PRELOAD.split())
     keep_what_scripts_give(made_once("kept", tmp_path_factory, lambda folder: None))
     return made_once("dataset", tmp_path_factory, tiny.make_dataset)
 

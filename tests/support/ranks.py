@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from tests.support.processes import ONE_THREAD, PRELOAD, SERVER, environment
+from tests.support.processes import ONE_THREAD, environment
 from tests.support.waiting import DEADLINE_SECONDS
 from train_gpt import Machine
 
@@ -24,8 +24,6 @@ def on_ranks(count: int, folder: Path, function: Callable[..., None], *arguments
     process finds it.
     """
     meeting_place = f"file://{folder}/meeting_place"
-    # All processes of the tests come from one server: whoever is first starts it, and as all others would.
-    SERVER.set_forkserver_preload(PRELOAD.split())
     with environment(ONE_THREAD):
         torch.multiprocessing.start_processes(
             as_one_rank, (count, meeting_place, function, arguments), nprocs=count, start_method="forkserver"
