@@ -15,6 +15,7 @@ import ast
 import hashlib
 import inspect
 import io
+import os
 import platform
 import sys
 import sysconfig
@@ -53,12 +54,14 @@ def stdlib_sources() -> list[tuple[str, Path]]:
     """(name, path) of the standard library's modules, sorted by name; names use `/` on every system."""
     root = Path(sysconfig.get_path("stdlib"))
     sources = []
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).parts
-        top = parts[0].removesuffix(".py")
-        if top in SEPARATE_PACKAGES or top not in sys.stdlib_module_names or TEST_FOLDERS.intersection(parts):
-            continue
-        sources.append(("/".join(parts), path))
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in TEST_FOLDERS]  # most files are in there
+        for name in names:
+            path = Path(folder, name)
+            parts = path.relative_to(root).parts
+            top = parts[0].removesuffix(".py")
+            if name.endswith(".py") and top in sys.stdlib_module_names and top not in SEPARATE_PACKAGES:
+                sources.append(("/".join(parts), path))
     if not sources:
         raise DataError(f"{root}: no sources of the standard library there; use a Python installed with them")
     return sorted(sources)

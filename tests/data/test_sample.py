@@ -16,11 +16,16 @@ from data import sample, shards
 from data.files import DataError
 from tests.support.tiny import assert_documents_are_counted, contents, joined
 
-# Of every tenth module of the library; `make demo` in test_first_hour.py makes the whole sample.
+# Of every twentieth module of the library, of every eighth topic, and of modules that share paragraphs: by
+# the hashes of their names one is validation and others are not. `make demo` in test_first_hour.py makes
+# the whole sample.
 COMMAND = """
 from data import sample
-sources = sample.stdlib_sources
-sample.stdlib_sources = lambda: sources()[::10]
+sources, topics = sample.stdlib_sources, sample.help_topics
+sharing = "concurrent/futures/"
+sample.stdlib_sources = lambda: [
+    source for number, source in enumerate(sources()) if number % 20 == 0 or source[0].startswith(sharing)]
+sample.help_topics = lambda tree: dict([*topics(tree).items()][::8])
 sample.VAL_DOCUMENTS = 10
 raise SystemExit(sample.main())
 """
