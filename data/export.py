@@ -462,7 +462,6 @@ class Export:
         """The manifest of the finished export."""
         plan = self.plan
         tokenizer_path = Path(plan.encoding.tokenizer_path)
-        encoder = Encoder(plan.encoding.tokenizer_path, plan.encoding.variant)
         files: dict[str, Any] = {}
         for stream in self.streams.values():
             files |= stream.state.finished
@@ -477,7 +476,7 @@ class Export:
             "tokenizer": {
                 "file": Path(os.path.relpath(tokenizer_path, plan.directory)).as_posix(),
                 "sha256": self.identity["tokenizer_sha256"],
-                "vocab_size": encoder.tokenizer.vocab_size(),
+                "vocab_size": shards.load_tokenizer(tokenizer_path).vocab_size(),
             },
             "splits": {"train": {"documents": [val_documents, train_stop]},
                        "val": {"documents": [0, val_documents], "audit": dict(self.audit)}},

@@ -21,7 +21,7 @@ from data.files import exclusive, sha256_file
 from tests.support.tiny import assert_documents_are_counted, contents, joined
 from tests.support.waiting import is_running, wait_until
 
-VAL_DOCUMENTS = 20
+DOCUMENTS, VAL_DOCUMENTS = 160, 20
 WORDS = ["the", "Model", "reads", "TOKENS", "and", "writes", "weights", "McGraw", "iPhone", "NASA's", "",
          "42", "x²", "été", "日本", "\n", "\t", "ﬁne", "a\u0301", "🙂", "\ue001", "\ue004", "line"]
 
@@ -34,7 +34,7 @@ def random_text(generator: random.Random) -> str:
 def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """JSON lines with awkward documents: empty, blank at the ends, controls; no line break at the end."""
     generator = random.Random(1)
-    texts = [random_text(generator) for _ in range(400)]
+    texts = [random_text(generator) for _ in range(DOCUMENTS)]
     texts[3] = ""
     texts[5] = "  ends in blanks \n"
     texts[7] = "zero\0width\u200b\ufeff"
@@ -66,7 +66,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def arguments(docs: Path, model: Path, out: Path, *more: str) -> list[str]:
     return ["--docs", str(docs), "--name", "set", "--out", str(out), "--tokenizer", str(model),
-            "--workers", "1", "--val-docs", str(VAL_DOCUMENTS), "--shard-tokens", "5000", *more]
+            "--workers", "1", "--val-docs", str(VAL_DOCUMENTS), "--shard-tokens", "2000", *more]
 
 
 def read_stream(out: Path, kind: str) -> np.ndarray:
@@ -105,6 +105,7 @@ def test_tokens_splits_manifest(docs: Path, models: dict[str, Path], tmp_path: P
     assert shards.verify_dataset(directory) == []
     assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, len(rows)]
     assert manifest["tokenizer"]["sha256"] == sha256_file(models[variant])
+    assert manifest["tokenizer"]["vocab_size"] == 330
     assert manifest["revision"] == f"sha256:{sha256_file(docs)}"
     assert_documents_are_counted(directory)
     if variant != "plain":
@@ -161,7 +162,7 @@ def test_workers_and_limits(docs: Path, models: dict[str, Path], tmp_path: Path)
     assert export.main(arguments(docs, models["plain"], tmp_path, "--max-train-shards", "2")) == 0
     rows = expected_stream(docs, models["plain"], "plain")
     train = read_stream(tmp_path, "train")
-    assert train.tolist() == flat(rows[VAL_DOCUMENTS:])[:10_000]
+    assert train.tolist() == flat(rows[VAL_DOCUMENTS:])[:4_000]
     manifest = shards.read_manifest(tmp_path / "datasets" / "set")
     touched = VAL_DOCUMENTS + int((train == shards.BOS_ID).sum())
     assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, touched]
@@ -207,9 +208,12 @@ class Killed(BaseException):
 def test_resumed_from_a_kill_at_any_operation_gives_the_same_bytes(
         docs: Path, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes, renames and journals are in turn the last thing that happens before a kill."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(lines_of(docs)[:80]), encoding="utf-8")
+
     def run(name: str) -> None:
-        more = ("--variant", "caseops")
-        assert export.main(arguments(docs, models["caseops"], tmp_path / name, *more)) == 0
+        more = ("--variant", "caseops", "--shard-tokens", "1000")
+        assert export.main(arguments(few, models["caseops"], tmp_path / name, *more)) == 0
 
     run("whole")
     operations = 0
@@ -340,7 +344,7 @@ def test_unfit_input_is_refused(docs: Path, models: dict[str, Path], tmp_path: P
     (docs.parent / "sub").mkdir()
     command = arguments(docs, models["plain"], tmp_path)
     assert "given twice" in error_of([*command, "--docs", str(docs), str(again)])
-    assert "400 documents" in error_of([*command, "--val-docs", "50000"])
+    assert f"{DOCUMENTS} documents" in error_of([*command, "--val-docs", "50000"])
     assert not (tmp_path / "datasets" / "set" / shards.MANIFEST_NAME).exists()
     def train(name: str, **overrides: Any) -> Path:
         settings: dict[str, Any] = {"vocab_size": 330, "model_type": "bpe", "byte_fallback": True,
@@ -399,15 +403,18 @@ def test_trained_tokenizers_are_kept_and_sound(models: dict[str, Path], docs: Pa
 
 
 def test_official_validation_ids(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 300
     monkeypatch.setattr(documents, "CHUNK_BYTES", 1 << 19)
     command = ["--docs", str(shared_data / "docs_selected.jsonl"), "--name", "set", "--out", str(tmp_path),
                "--tokenizer", str(shared_data / "tokenizers" / "fineweb_1024_bpe.model"), "--workers", "1",
-               "--val-docs", "901", "--max-train-shards", "0"]
+               "--val-docs", str(count), "--max-train-shards", "0"]
     assert export.main(command) == 0
     val = read_stream(tmp_path, "val")
     folder = shared_data / "datasets" / "fineweb_sample_sp1024"
     official = shards.read_shard(folder / "fineweb_val_000000.bin")
-    assert official[len(val)] == shards.BOS_ID and (val == shards.BOS_ID).sum() == 901
+    assert official[len(val)] == shards.BOS_ID and (val == shards.BOS_ID).sum() == count
     assert np.array_equal(val, official[:len(val)])
     audit = shards.read_manifest(tmp_path / "datasets" / "set")["splits"]["val"]["audit"]
-    assert audit["text_bytes"] == audit["decoded_bytes"] == 2_504_310
+    with open(shared_data / "docs_selected.jsonl", encoding="utf-8") as lines:
+        texts = [json.loads(next(lines))["text"] for _ in range(count)]
+    assert audit["text_bytes"] == audit["decoded_bytes"] == sum(len(text.encode()) for text in texts)
