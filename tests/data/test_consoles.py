@@ -5,7 +5,6 @@ import fcntl
 import io
 import json
 import os
-import shlex
 import shutil
 import struct
 import subprocess
@@ -13,6 +12,7 @@ import sys
 import termios
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TextIO
 
 import pytest
 
@@ -47,13 +47,18 @@ def run(repo: Path, tool: str, encoding: str, *arguments: str) -> subprocess.Com
 def run_here(tool: ModuleType, encoding: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     """The same in this process, on streams that refuse what they cannot print."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding, write_through=True) for _ in range(2))
+    status = status_of(tool, out, err, *arguments)
+    printed = [stream.buffer.getvalue() for stream in (out, err)]
+    return subprocess.CompletedProcess(arguments, status, *printed)
+
+
+def status_of(tool: ModuleType, out: TextIO | None, err: TextIO | None, *arguments: str) -> Any:
+    """How a tool ends in this process, on these streams; a closed one is None."""
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = tool.main(list(arguments))
+            return tool.main(list(arguments))
         except SystemExit as error:
-            status = error.code
-    printed = [stream.buffer.getvalue() for stream in (out, err)]  # type: ignore[attr-defined]
-    return subprocess.CompletedProcess(arguments, status, *printed)
+            return error.code
 
 
 def seen(name: str, encoding: str) -> bytes:
@@ -86,7 +91,7 @@ def test_documents_of_any_letters_are_exported(encoding: str, made: Path, tmp_pa
     assert manifest["source"] == docs.name
     docs.write_text(json.dumps({"other": STRANGE}, ensure_ascii=False), encoding="utf-8")
     shutil.rmtree(tmp_path / "datasets")
-    done = run(repo, "export.py", encoding, *command)
+    done = run_here(export, encoding, *command)
     assert done.returncode == 1 and seen(STRANGE, encoding) in done.stderr
 
 
@@ -106,29 +111,26 @@ def test_errors_and_help_are_printed(tool: ModuleType, tmp_path: Path) -> None:
     assert done.returncode in (1, 2) and done.stderr
 
 
-def test_a_file_name_that_is_not_utf8(made: Path, tmp_path: Path, repo: Path) -> None:
+def test_a_file_name_that_is_not_utf8(made: Path, tmp_path: Path) -> None:
     docs = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe.jsonl"))
     docs.write_text("".join(json.dumps({"text": text}) + "\n" for text in tiny.documents()), encoding="utf-8")
     model = str(made / "tokenizers" / "caseops.model")
     command = ["--docs", str(docs), "--name", "set", "--out", str(tmp_path), "--workers", "1",
                "--val-docs", "9", "--variant", "caseops", "--tokenizer", model]  # fmt: skip
     for _ in range(2):  # made, then confirmed
-        assert run(repo, "export.py", "utf-8", *command).returncode == 0
+        assert run_here(export, "utf-8", *command).returncode == 0
     manifest = json.loads((tmp_path / "datasets" / "set" / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["source"] == docs.name
 
 
-def test_progress_is_for_terminals_and_leaves_no_trace_in_a_log(made: Path, repo: Path) -> None:
+def test_progress_is_for_terminals_and_leaves_no_trace_in_a_log(made: Path) -> None:
     verify = ["--verify", "--variant", "x", "--dataset", "caseops", "--out", str(made)]
-    assert run(repo, "fineweb.py", "ascii", *verify).stderr == b""
-    closed = shlex.join([sys.executable, str(repo / "data" / "fineweb.py"), *verify]) + " 2>&-"
-    assert subprocess.run(["bash", "-c", closed], stdout=subprocess.DEVNULL).returncode == 0
+    assert run_here(fineweb, "ascii", *verify).stderr == b""
+    assert status_of(fineweb, io.StringIO(), None, *verify) == 0
     terminal, console = os.openpty()
     fcntl.ioctl(console, termios.TIOCSWINSZ, struct.pack("4H", 25, 100, 0, 0))  # rows and columns
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(repo / "data" / "fineweb.py"), *verify]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=console, env=environment)
-    os.close(console)
+    with open(console, "w", encoding="ascii") as err:
+        status = status_of(fineweb, io.StringIO(), err, *verify)
     shown = os.read(terminal, 1 << 16)
     os.close(terminal)
-    assert done.returncode == 0 and b"verify: 100%" in shown and shown.isascii()
+    assert status == 0 and b"verify: 100%" in shown and shown.isascii()

@@ -96,20 +96,24 @@ NO_TEXTS: dict[str, Callable[[int], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ["plain", "caseops"])
+@pytest.fixture(scope="module", params=["plain", "caseops"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of each variant, which names its file."""
+    return Path(case.make_dataset(tmp_path_factory.mktemp("case"), request.param)["TOKENIZER_PATH"])
+
+
 @pytest.mark.parametrize("kind", NO_TEXTS)
 def test_validation_without_bytes_is_refused(
-    kind: str, variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    kind: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """As soon as validation is complete: training documents may take hours."""
-    case.make_dataset(tmp_path, variant)
     rows = [*map(NO_TEXTS[kind], range(5)), *tiny.documents()]
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows), encoding="utf-8")
     monkeypatch.setattr(documents, "CHUNK_BYTES", 1000)
     command = ["--docs", str(path), "--name", "set", "--out", str(tmp_path), "--workers", "1", "--tokenizer",
-               str(tmp_path / "tokenizers" / f"{variant}.model"), "--variant", variant]
+               str(model), "--variant", model.stem]
     reached = []
     add = export.Export.add
 

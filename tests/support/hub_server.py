@@ -23,6 +23,7 @@ class Faults:
     status: int | None = None  # answer everything so
     error_code: str | None = None  # with this X-Error-Code
     delay_s: float = 0.0  # before each block
+    delayed: str = ""  # of files whose names end so
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, counts: Counter[str], path: str) -> bool:
@@ -67,6 +68,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
     hub: HubServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body would wait 40 ms for the acknowledgment of its headers
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
@@ -164,7 +166,8 @@ class HubHandler(BaseHTTPRequestHandler):
             limit = cuts.pop(0) if cuts else len(body)
         try:
             for begin in range(0, min(limit, len(body)), 8192):
-                time.sleep(self.hub.faults.delay_s)
+                if name.endswith(self.hub.faults.delayed):
+                    time.sleep(self.hub.faults.delay_s)
                 block = body[begin:min(begin + 8192, limit)]
                 self.wfile.write(block)
                 self.hub.sent[name] += len(block)
