@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.processes import Ended
 from tests.support.runs import make_run, pack
-from tests.tools.conftest import Tool
+from tests.tools.conftest import Tool, without_drawing
 from tools.__main__ import main
 from tools.runs.folder import Folder
 from tools.submit.check import audit
@@ -123,6 +123,7 @@ def test_no_verb_writes_through_a_link_of_a_run(
     folder = tmp_path / "my folder"
     folder.mkdir()
     (run / "plot.png").symlink_to(outside)
+    without_drawing(monkeypatch)
     tool("plot", run)
     assert not (run / "plot.png").is_symlink()
     written: list[str] = []

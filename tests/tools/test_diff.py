@@ -11,7 +11,7 @@ from scipy import stats
 
 from tests.support.ancestors import load_ancestors
 from tests.support.runs import SOURCE, STEPS, make_run, make_runs, pack
-from tests.tools.conftest import Tool
+from tests.tools.conftest import Tool, without_drawing
 from tools.runs.folder import Folder
 from tools.runs.script import Config
 from tools.runs.settings import changed_settings, in_our_names
@@ -83,7 +83,10 @@ def test_diff_and_a_packed_readme_give_one_p(seeds: tuple[int, ...], tmp_path: P
     assert "0 FAIL" in tool("check", new)
 
 
-def test_what_others_wrote_reaches_nothing_outside_and_does_not_steer(tmp_path: Path, tool: Tool) -> None:
+def test_what_others_wrote_reaches_nothing_outside_and_does_not_steer(
+    tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_drawing(monkeypatch)
     secret = tmp_path / "credentials"
     secret.write_text("KEY=secret\n")
     runs = [make_run(tmp_path / name, 1) for name in ("a$b", "c$d")]

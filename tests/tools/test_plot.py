@@ -15,7 +15,7 @@ import torch
 
 from tests.support.processes import Ended
 from tests.support.runs import make_run, make_runs, pack
-from tests.tools.conftest import Tool
+from tests.tools.conftest import Tool, without_drawing
 from tools.__main__ import main
 from tools.compare import curves, plot
 from tools.compare.curves import Sample, shard_crossings, smoothed, step_times, train_loss, validation_bpb
@@ -49,12 +49,17 @@ def test_causes_of_slow_steps(tmp_path: Path) -> None:
     assert [shard_crossings(step, step + 50, 524_288) for step in (100, 150, 200, 350)] == [0, 1, 0, 1]
 
 
-def test_figure_is_written(tmp_path: Path, tool: Tool) -> None:
-    run = make_run(tmp_path / "a", 1, slow_step=300)
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_figure_is_written(tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its names are drawn as they are, a dollar sign begins no formula, and printed on one line."""
+    run = make_run(tmp_path / "a$_{$b\nFAKED  finished\u202e", 1, slow_step=300)
     told = json.loads(tool("plot", run, "--out", tmp_path / "plot.svg", "--json"))
-    assert (tmp_path / "plot.svg").read_bytes().startswith(b"<?xml")
+    figure = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    assert figure.startswith("<?xml") and "<!-- a$_{$b" in figure
     assert told["runs"][0]["slow"] == {"shard": 1}
-    assert "1 slow step" in tool("plot", run, "--out", tmp_path / "plot.svg")
+    without_drawing(monkeypatch)
+    shown = tool("plot", run, "--out", tmp_path / "plot.svg")
+    assert "a$_{$b\\nFAKED  finished\\u202e: median 5" in shown and "1 slow step" in shown
     assert ".png or .svg" in tool("plot", run, "--out", tmp_path / "a.gif", status=2)
 
 

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from tests.support.processes import Started
+from tests.support.processes import ROUNDED, Started
 from tests.support.runs import make_run
 from tests.support.tiny import environment
+from tests.support.trainers import SUBPROCESS
 from tests.tools.conftest import Tool
 from tools.__main__ import main
 from tools.compare import driver
@@ -79,35 +80,42 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def fast(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, where the trainer starts no process of its own."""
+    monkeypatch.setattr(driver, "subprocess", SUBPROCESS)
+    return place
+
+
 def sweep(capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
     """Exit status, and what is printed after the last run."""
     status = main(["sweep", "rates.txt", *options])
     return status, capfd.readouterr().out
 
 
-def test_a_sweep_killed_twice_ends_as_any_other(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_killed_twice_ends_as_any_other(fast: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert sweep(capfd, "--runs", "straight")[0] == 0
     straight = sweep(capfd, "--runs", "straight", "--table")[1]
     assert re.search(r"^low +3 +1\.52025 +\+0\.00025", straight, re.MULTILINE)
     assert re.search(r"^high +3 +1\.52100 +\+0\.00100", straight, re.MULTILINE)
     assert straight.count(" finished") == 9
 
-    (place / "starts").unlink()
-    (place / "die").write_text(json.dumps({"low-seed1": "checkpoint", "high-seed2": "nothing"}))
+    (fast / "starts").unlink()
+    (fast / "die").write_text(json.dumps({"low-seed1": "checkpoint", "high-seed2": "nothing"}))
     assert sweep(capfd)[0] == 1
     assert "step 10, checkpoint" in sweep(capfd, "--table")[1]
     assert sweep(capfd)[0] == 1
     assert sweep(capfd)[0] == 0
     assert sweep(capfd, "--table")[1] == straight
-    starts = (place / "starts").read_text().splitlines()
+    starts = (fast / "starts").read_text().splitlines()
     assert sorted(starts) == sorted(
         [f"{row}-seed{seed} begun" for row in ("base", "low", "high") for seed in (1, 2, 3)]
         + ["low-seed1 resumed", "high-seed2 begun"]
     )
-    assert [path.name for path in (place / "runs/rates/stopped").iterdir()] == ["high-seed2.1"]
+    assert [path.name for path in (fast / "runs/rates/stopped").iterdir()] == ["high-seed2.1"]
     # A row that was changed since its runs is refused.
-    text = (place / "rates.txt").read_text()
-    (place / "rates.txt").write_text(text.replace("low: MATRIX_LR=0.02", "low: MATRIX_LR=0.021"))
+    text = (fast / "rates.txt").read_text()
+    (fast / "rates.txt").write_text(text.replace("low: MATRIX_LR=0.02", "low: MATRIX_LR=0.021"))
     assert main(["sweep", "rates.txt"]) == 2
     assert "MATRIX_LR=0.02, not 0.021" in capfd.readouterr().err
 
@@ -154,40 +162,40 @@ class Config(train_gpt.Config):
 
 
 def test_a_row_may_have_a_script_and_another_may_score_its_artifacts_again(
-    place: Path, capfd: pytest.CaptureFixture[str]
+    fast: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trains = "".join(f"    {line}\n" for line in TRAINER.splitlines())
-    (place / "fork.py").write_text(f"if __name__ == '__main__':\n{trains}    sys.exit()\n{FORK}")
-    add_rows(place, "fork: script=fork.py NEW_THING=0.1\nadapters: of=fork TTT_LORA_LR=0.002\n")
+    (fast / "fork.py").write_text(f"if __name__ == '__main__':\n{trains}    sys.exit()\n{FORK}")
+    add_rows(fast, "fork: script=fork.py NEW_THING=0.1\nadapters: of=fork TTT_LORA_LR=0.002\n")
     status, printed = sweep(capfd)
     assert status == 0
     # The fork gains 0.1 over the base; the other row scores the fork's artifacts, which it does not train.
     assert re.search(r"^fork +3 +1\.42000 +-0\.10000 +-0\.10000 to -0\.10000", printed, re.MULTILINE)
     assert re.search(r"^adapters +3 +1\.31800 +-0\.20200 ", printed, re.MULTILINE)
     assert "warning" not in printed
-    folder = place / "runs/rates"
+    folder = fast / "runs/rates"
     base, fork = ((folder / f"{row}-seed1/train_gpt.py").read_text() for row in ("base", "fork"))
     assert "class Config" in fork and "class Config" not in base
     assert settings_of(folder / "adapters-seed2/config.env")["NEW_THING"] == "0.1"
     # Finished rows of all kinds are skipped; a script that has changed between two seeds is said.
-    (place / "starts").unlink()
-    (place / "fork.py").write_text((place / "fork.py").read_text() + "# changed\n")
-    add_rows(place, "slower: of=fork TTT_LORA_LR=0.001\n")
+    (fast / "starts").unlink()
+    (fast / "fork.py").write_text((fast / "fork.py").read_text() + "# changed\n")
+    add_rows(fast, "slower: of=fork TTT_LORA_LR=0.001\n")
     printed = sweep(capfd)[1]
-    begun = (place / "starts").read_text().splitlines()
+    begun = (fast / "starts").read_text().splitlines()
     assert begun == [f"slower-seed{seed} begun" for seed in (1, 2, 3)]
     assert re.search(r"^warning: fork\.py changed between these runs: versions \w+, \w+$", printed, re.M)
 
 
 def test_settings_of_the_shell_reach_every_row_and_are_compared(
-    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fast: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What would make each run another one, as RESUME, does not."""
     monkeypatch.setenv("ARTIFACT_BYTES_MAX", "250000")
     monkeypatch.setenv("MATRIX_LR", "1")
     monkeypatch.setenv("RESUME", "elsewhere")
     assert sweep(capfd)[0] == 0
-    written = settings_of(place / "runs/rates/low-seed3/config.env")
+    written = settings_of(fast / "runs/rates/low-seed3/config.env")
     assert (written["ARTIFACT_BYTES_MAX"], written["MATRIX_LR"]) == ("250000", "0.02")
     monkeypatch.setenv("ARTIFACT_BYTES_MAX", "260000")
     assert main(["sweep", "rates.txt"]) == 2
@@ -195,12 +203,12 @@ def test_settings_of_the_shell_reach_every_row_and_are_compared(
 
 
 def test_a_folder_that_is_named_holds_the_runs_beside_others(
-    place: Path, capfd: pytest.CaptureFixture[str]
+    fast: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As `make seeds` wants it: runs of other names are no part of its table."""
-    make_run(place / "runs/other", 1)
+    make_run(fast / "runs/other", 1)
     status, printed = sweep(capfd, "--folder", "runs")
-    assert status == 0 and (place / "runs/base-seed3/summary.json").is_file()
+    assert status == 0 and (fast / "runs/base-seed3/summary.json").is_file()
     assert printed.count(" finished") == 9 and not re.search(r"^other ", printed, re.MULTILINE)
 
 
@@ -247,8 +255,8 @@ def test_an_artifact_of_the_script_is_scored_again(
 
     monkeypatch.setattr(driver, "start", forked)
     places = {"DATA_PATH": dataset, "TOKENIZER_PATH": dataset / "tokenizer.model", "VAL_TOKENS_LIMIT": 300}
-    length = {"MAX_WALLCLOCK_SECONDS": 0, "ITERATIONS": 3, "WARMUP_STEPS": 0}
-    settings = environment(**places, **length)
+    length = {"MAX_WALLCLOCK_SECONDS": 0, "ITERATIONS": 2, "WARMUP_STEPS": 0}
+    settings = environment(**places, **length, **ROUNDED)
     words = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
     (tmp_path / "two.sweep").write_text(f"seeds: 1\nall: {words}\nbase:\nwindows: of=base EVAL_STRIDE=16\n")
     sweep = read_sweep(tmp_path / "two.sweep", {})

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.processes import Started
 from tests.support.tiny import environment
+from tests.support.trainers import SUBPROCESS
 from tools import REPO
 from tools.__main__ import main
 from tools.compare import driver, history, judge, sides
@@ -97,6 +98,12 @@ def command(*words: str) -> list[str]:
 
 
 @pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script starts no process of its own."""
+    monkeypatch.setattr(driver, "subprocess", SUBPROCESS)
+
+
+@pytest.fixture
 def try_it(place: Path, capfd: pytest.CaptureFixture[str]) -> Try:
     """Runs the verb. Returns its exit status and what it prints, errors last."""
 
@@ -112,6 +119,7 @@ def try_it(place: Path, capfd: pytest.CaptureFixture[str]) -> Try:
     ("0.05", KEEP, 0, "it gains; new − base -0.02"), ("0.015", DROP, 1, "it hurts; new − base +0.01"),
     ("0.0251", UNDECIDED, 3, "about "),
 ])  # fmt: skip
+@pytest.mark.usefixtures("fast")
 def test_a_planted_change_gets_its_verdict(
     rate: str, word: str, status: int, why: str, try_it: Try, place: Path
 ) -> None:
@@ -129,6 +137,7 @@ def test_a_planted_change_gets_its_verdict(
     assert history.tries_of_today(place / "runs/try") == 1
 
 
+@pytest.mark.usefixtures("fast")
 def test_a_comment_changes_nothing_and_it_says_so_early(try_it: Try, place: Path) -> None:
     (place / "edited.py").write_text(SCRIPT.replace("GAIN = 0.0", "GAIN = 0.0  # a comment"))
     status, lines = try_it("--script", "edited.py")
@@ -157,6 +166,7 @@ def test_a_killed_try_ends_with_the_same_table(try_it: Try, place: Path) -> None
     assert [path.name for path in (place / "runs/try").glob("*/stopped/*")] == ["new-seed1338.1"]
 
 
+@pytest.mark.usefixtures("fast")
 def test_the_next_try_knows_what_pairs_can_show_and_what_was_kept(try_it: Try, place: Path) -> None:
     assert "not known yet" in try_it("MATRIX_LR=0.05")[1][2]
     shown = re.search(r"deviation of (0\.00\d+) here \(4 earlier pairs\).* 4 pairs (\S+), 6 pairs (\S+),",

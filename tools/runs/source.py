@@ -216,7 +216,7 @@ def _program(source: str) -> str:
 def remove_docstring(node: ast.AST) -> None:
     """What else a body holds stays; an empty one gets a `pass`."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        if ast.get_docstring(node) is not None:
+        if ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
         node.body = node.body or [ast.Pass()]
 
