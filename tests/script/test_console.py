@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from tests.support.planted import before, counted_clock
+from tests.support.planted import before, counted_clock, in_phase
 from tests.support.processes import ROUNDED, SHORT_END, Ended, Lab
 
 NARROW = ["ascii", "latin-1", "cp1252", "cp932", "gbk", "koi8-r"]
@@ -98,23 +98,29 @@ def test_both_clocks_of_an_evaluation_are_printed_and_recorded(
 ) -> None:
     """A slow reload counts in one of them; scores that follow the one that ranks count in neither."""
     changes = {"EVAL_ONLY": finished.directory / "model.bin"} if scores_only else {}
-    ended = lab.succeed(fault=SLOW_RELOAD, ITERATIONS=1, **ROUNDED, **changes)
+    # Without test-time training, the sliding window ranks, and the round trip follows it.
+    ended = lab.succeed(fault=SLOW_RELOAD, ITERATIONS=1, TTT_ENABLED=0, **ROUNDED, **changes)
     ((scoring, whole, reload, compilation),) = CLOCKS.findall(ended.out)
     assert (reload, compilation) == ("4.00", "0.00")
     assert float(whole) == pytest.approx(float(scoring) + 4.0)
     clocks = ended.summary["eval_clocks"]
     assert clocks["from_artifact_seconds"] == pytest.approx(clocks["scoring_seconds"] + 4.0)
-    assert 0 < clocks["scoring_seconds"] == ended.summary["phases"]["eval_legal_ttt"]
+    assert 0 < clocks["scoring_seconds"] == ended.summary["phases"]["eval_sliding_window"]
+    assert ended.summary["phases"]["eval_roundtrip"] > 0
     assert clocks["scoring_seconds"] == ended.summary["limits"]["eval_seconds"]["value"]
 
 
 # --- several nodes ---
 
 
+# All ranks end together when the log of the run has begun.
+END_EARLY = in_phase("build_model", "import torch.distributed; torch.distributed.barrier(); os._exit(0)")
+
+
 def test_every_node_says_who_writes_the_run_and_where(lab: Lab) -> None:
     """Of four ranks on two nodes, the first of the second one speaks for it."""
     each = {rank: {"GROUP_RANK": rank // 2, "LOCAL_RANK": rank % 2} for rank in range(4)}
-    ended = [rank.wait() for rank in lab.ranks(4, each=each, ITERATIONS=1, **SHORT_END)]
+    ended = [rank.wait() for rank in lab.ranks(4, each=each, fault=END_EARLY)]
     assert [one.status for one in ended] == [0] * 4, [one.err for one in ended]
     directory = lab.folder / "runs" / "run"
     (said,) = re.findall(r"^nodes:2 written by rank 0 on \S+: (.*)$", ended[0].out, re.M)

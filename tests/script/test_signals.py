@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 import train_gpt
+from tests.support import processes
 from tests.support.planted import signal_at_step
 from tests.support.processes import SCRIPT, SHORT_END, Ended, Lab, free_port
 from tests.support.waiting import is_running, wait_until
 
 WARNINGS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
             signal.SIGXCPU]  # fmt: skip
+STOPPED: dict[str, object] = {**SHORT_END, "VAL_LOSS_EVERY": 0}
 # Three seconds pass between any two looks at the clock.
 SLOW_CLOCK = """
 import time, itertools
@@ -36,44 +38,57 @@ def assert_saved(ended: Ended, number: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("number", WARNINGS, ids=lambda number: number.name)
-def test_each_signal_that_ends_a_job_saves_first(number: signal.Signals, lab: Lab) -> None:
-    ended = lab.run(fault=heard(number) + signal_at_step(3, number), **SHORT_END)
+def test_each_signal_that_ends_a_job_asks_for_a_checkpoint(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows is the same for all: whole runs below, and in test_resume, are stopped by some of them."""
+    asked: list[int] = []
+
+    def whole_run(_config: train_gpt.Config, run: train_gpt.Run, _notes: list[str]) -> None:
+        assert signal.getsignal(number) == run.on_signal  # else it would end this process
+        run.training = True
+        os.kill(os.getpid(), number)
+        asked.append(run.stop_signal)
+
+    signal.signal(number, signal.SIG_DFL)  # the test's own parent may ignore it
+    monkeypatch.setattr(train_gpt, "whole_run", whole_run)
+    monkeypatch.setattr(os, "environ", {"DEVICE": "cpu"})
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    assert train_gpt.main() == 0 and asked == [number]
+
+
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGUSR2], ids=lambda number: number.name)
+def test_a_signal_that_ends_a_job_saves_first(number: signal.Signals, lab: Lab) -> None:
+    ended = lab.run(fault=heard(number) + signal_at_step(3, number), **STOPPED)
     assert_saved(ended, number, 3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
-def test_a_signal_that_comes_twice_at_once_is_one_request(number: signal.Signals, lab: Lab) -> None:
+def test_signals_that_come_at_once_are_one_request(lab: Lab) -> None:
     """Slurm signals torchrun and its ranks, and torchrun passes on what it got."""
-    other = signal.SIGTERM if number != signal.SIGTERM else signal.SIGINT
-    ended = lab.run(fault=heard(number) + signal_at_step(3, number, number, other), **SHORT_END)
-    assert_saved(ended, number, 3)
+    numbers = signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+    fault = "".join(map(heard, numbers)) + signal_at_step(3, *numbers)
+    assert_saved(lab.run(fault=fault, **STOPPED), signal.SIGTERM, 3)
 
 
-@pytest.mark.parametrize("then", [signal.SIGXCPU, signal.SIGTERM, signal.SIGUSR2], ids=lambda one: one.name)
-def test_what_a_scheduler_sends_later_does_not_cost_the_checkpoint(then: signal.Signals, lab: Lab) -> None:
+def test_what_a_scheduler_sends_later_does_not_cost_the_checkpoint(lab: Lab) -> None:
     """The system repeats SIGXCPU every second; Slurm follows its warning with SIGTERM."""
-    number = signal.SIGXCPU if then == signal.SIGXCPU else signal.SIGUSR1
-    fault = SLOW_CLOCK + heard(number) + heard(then) + "\n" + signal_at_step(3, number, then, then)
-    assert_saved(lab.run(fault=fault, **SHORT_END), number, 3)
+    numbers = signal.SIGXCPU, signal.SIGXCPU, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
+    fault = SLOW_CLOCK + "".join(map(heard, numbers)) + signal_at_step(3, *numbers)
+    assert_saved(lab.run(fault=fault, **STOPPED), signal.SIGXCPU, 3)
 
 
-def test_other_signals_stay_what_they_are(lab: Lab) -> None:
+def test_signals_that_the_parent_ignores_and_others_stay_what_they_are(lab: Lab) -> None:
+    ignored = signal.SIGUSR1, signal.SIGXCPU, signal.SIGQUIT
     harmless = signal.SIGCONT, signal.SIGWINCH, signal.SIGURG, signal.SIGCHLD
-    ended = lab.succeed(fault=signal_at_step(3, *harmless), **SHORT_END)
-    assert ended.err == "" and ended.summary["steps"] == 6
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGXCPU, signal.SIGQUIT], ids=lambda one: one.name)
-def test_a_signal_that_the_parent_ignores_stays_ignored(number: signal.Signals, lab: Lab) -> None:
-    ignored = f"import signal; signal.signal({int(number)}, signal.SIG_IGN)"
-    ended = lab.succeed(fault=ignored + signal_at_step(3, number), **SHORT_END)
+    ignore = "import signal\n" + "".join(f"signal.signal({int(one)}, signal.SIG_IGN)\n" for one in ignored)
+    ended = lab.succeed(fault=ignore + signal_at_step(3, *ignored, *harmless), **STOPPED)
     assert ended.err == "" and ended.summary["steps"] == 6
 
 
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(lab: Lab) -> None:
     number = signal.SIGUSR1
     each = {1: {"fault": heard(number) + signal_at_step(3, number)}}
-    ended = [rank.wait() for rank in lab.ranks(2, each=each, **SHORT_END)]
+    ended = [rank.wait() for rank in lab.ranks(2, each=each, **STOPPED)]
     assert [one.status for one in ended] == [128 + number] * 2, [one.err for one in ended]
     assert_saved(ended[0], number, 3)
 
@@ -142,12 +157,15 @@ def test_a_run_ends_with_torchrun_but_not_with_a_shell(environ: dict[str, str], 
 
 
 LAUNCHER = """
-import os, runpy, sys
-del sys.argv[0]
+import os, sys
+from pathlib import Path
+from tests.support.processes import run_as_main
+_, script, kept = sys.argv
+sys.argv = [script]
 for rank in range(2):
     if os.fork() == 0:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        run_as_main(script, Path(kept))
 os.wait()
 """
 
@@ -155,9 +173,10 @@ os.wait()
 def test_ranks_save_and_end_when_their_launcher_is_gone(lab: Lab) -> None:
     (lab.folder / "launcher.py").write_text(LAUNCHER)
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    endless = {**SHORT_END, "ITERATIONS": 10**6, "TRAIN_LOG_EVERY": 1, "TORCHELASTIC_RUN_ID": "any"}
-    started = lab.start(str(SCRIPT), script=lab.folder / "launcher.py", **group, **endless)
-    wait_until(lambda: "step:5/" in started.out or not started.process.is_alive())
+    endless = {**STOPPED, "ITERATIONS": 10**6, "TRAIN_LOG_EVERY": 1, "TORCHELASTIC_RUN_ID": "any"}
+    arguments = str(SCRIPT), str(processes.KEPT)
+    started = lab.start(*arguments, script=lab.folder / "launcher.py", **group, **endless)
+    wait_until(lambda: "step:2/" in started.out or not started.process.is_alive())
     ranks = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/children").read_text().split()
     assert len(ranks) == 2, started.out
     try:

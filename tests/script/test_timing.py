@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import train_gpt
+from data.shards import write_shard
 from tests.support.fake_gpu import COPY_US, DEVICE_US, HOST_US, STAGE_MS, FakeGpu
-from tests.support.planted import signal_at_step
+from tests.support.planted import in_phase, signal_at_step
 from tests.support.processes import SHORT_END, Ended, Lab, results
+from tests.support.tiny import tokens_of
 from tools.trace.timeline import lane_spans
 from train_gpt import LANES, StepTimer, Trace
 
@@ -178,6 +180,10 @@ def traced(lab: Lab, **changes: Any) -> tuple[Ended, list[Event]]:
     return ended, read(ended.directory / "trace_rank0.json")
 
 
+# A trace is written before the weights are coded and scored.
+END_OF_TRAINING = in_phase("quantize", "os._exit(0)")
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[Ended, list[Event]]:
     """A traced run, with a warm-up and a validation between steps; to be read only."""
@@ -227,7 +233,7 @@ def test_every_step_and_its_parts_are_there_and_spans_nest(whole: tuple[Ended, l
 
 def test_only_the_steps_asked_for_are_written_and_shards_read_in_a_step(lab: Lab) -> None:
     """With a reader and a stage that read and gather in the step itself, and every shard read again."""
-    _, events = traced(lab, TRACE_STEPS="3:5", TRAIN_PREFETCH=0, VAL_LOSS_EVERY=1, **SHORT_END)
+    _, events = traced(lab, TRACE_STEPS="3:5", TRAIN_PREFETCH=0, VAL_LOSS_EVERY=1, fault=END_OF_TRAINING)
     assert steps(events) == [3, 4]
     # No shard is read in these steps: the lane says which one lies ready.
     assert {event["name"] for event in events if event["ph"] == "X" and event["tid"] == 2} == {"disk_idle"}
@@ -238,10 +244,12 @@ def test_only_the_steps_asked_for_are_written_and_shards_read_in_a_step(lab: Lab
     begin, after = first["ts"], last["ts"] + last["dur"]
     inner = [event for event in events if event["ph"] == "X"]
     assert all(begin - 1e3 <= event["ts"] <= event["ts"] + event["dur"] <= after + 1e3 for event in inner)
-    # Steps that are so large that each shard is read in one, and the data more than once.
-    size = {"TRAIN_BATCH_TOKENS": 4096, "MICRO_BATCH_TOKENS": 4096, "ITERATIONS": 10}
-    large = lab.elsewhere("large")
-    _, events = traced(large, TRAIN_PREFETCH=0, **size, **SHORT_END)
+    # Shards that are so small that each is read in a step, and the data more than once.
+    small = lab.copy_dataset().elsewhere("small")
+    (small.dataset / "manifest.json").unlink()
+    for shard in small.dataset.glob("fineweb_train_*.bin"):
+        write_shard(shard, tokens_of(shard)[:200])
+    _, events = traced(small, TRAIN_PREFETCH=0, VAL_LOSS_EVERY=0, fault=END_OF_TRAINING)
     loads = spans(events, "disk_load", "disk")
     assert len(loads) == len(spans(events, "disk_load"))
     assert {span["args"]["shard"] for span in loads} == {f"fineweb_train_00000{n}.bin" for n in range(2)}
@@ -308,7 +316,7 @@ def test_a_profile_holds_its_steps_alone_and_the_same_bits(lab: Lab, short: Ende
     adds = [event for event in profile if event.get("name") == "aten::embedding_dense_backward"]
     assert steps(read(ended.directory / "trace_rank0.json")) == [3, 4]
     assert len(adds) == 2 * 2, "two micro-batches a step"
-    ended = lab.elsewhere("stopped").run(fault=signal_at_step(4), PROFILE_STEPS="1:1000")
+    ended = lab.elsewhere("stopped").run(fault=signal_at_step(2), PROFILE_STEPS="1:1000", VAL_LOSS_EVERY=0)
     assert ended.status == 128 + signal.SIGTERM and "stopped by signal 15" in ended.out
-    assert steps(read(ended.directory / "trace_rank0.json")) == [1, 2, 3, 4]
+    assert steps(read(ended.directory / "trace_rank0.json")) == [1, 2]
     assert json.loads((ended.directory / "profile_rank0.json").read_text())["traceEvents"]

@@ -31,15 +31,17 @@ def reads_from_below(source: str) -> list[str]:
     statements = ast.parse(source).body
     parts = sections(source)
     starts = [part.line for part in parts]
+    lines = source.splitlines()
+    tables = [table_of(statement, lines) for statement in statements]
     first_at: dict[str, int] = {}  # the first section that defines a name; 0: above all sections
-    for statement in statements:
+    for statement, table in zip(statements, tables, strict=True):
         at = bisect.bisect(starts, statement.lineno)
-        for name in names_defined(statement):
+        for name in names_defined(table):
             first_at.setdefault(name, at)
     found = []
-    for statement in statements:
+    for statement, table in zip(statements, tables, strict=True):
         at = bisect.bisect(starts, statement.lineno)
-        for name in sorted(names_read(statement)):
+        for name in sorted(names_read(table)):
             if first_at.get(name, 0) > at:
                 reader = parts[at - 1].name if at > 0 else "the head"
                 owner = parts[first_at[name] - 1].name
@@ -47,15 +49,20 @@ def reads_from_below(source: str) -> list[str]:
     return found
 
 
-def names_defined(statement: ast.stmt) -> set[str]:
+def table_of(statement: ast.stmt, lines: list[str]) -> symtable.SymbolTable:
+    """The names of a top-level statement, which has its lines for itself."""
+    first = min(node.lineno for node in (statement, *getattr(statement, "decorator_list", [])))
+    text = "\n".join(lines[first - 1 : statement.end_lineno])
+    return symtable.symtable(text, "statement", "exec")
+
+
+def names_defined(table: symtable.SymbolTable) -> set[str]:
     """The module's names that a top-level statement defines or imports."""
-    table = symtable.symtable(ast.unparse(statement), "statement", "exec")
     return {name.get_name() for name in table.get_symbols() if name.is_assigned() or name.is_imported()}
 
 
-def names_read(statement: ast.stmt) -> set[str]:
+def names_read(table: symtable.SymbolTable) -> set[str]:
     """The names from outside that a top-level statement reads, in bodies and annotations of functions too."""
-    table = symtable.symtable(ast.unparse(statement), "statement", "exec")
     names = {name.get_name() for name in table.get_symbols() if name.is_referenced()}
     inner = list(table.get_children())
     while inner:
