@@ -16,6 +16,7 @@ import pytest
 from tests.script import test_style
 from tests.support import processes
 from tests.support.patches import apply
+from tests.support.planted import in_phase
 from tests.support.processes import SHORT_END, Ended, Lab, train_losses
 from tools.runs.load import load_script
 
@@ -36,7 +37,9 @@ def patched(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_works_and_its_off_is_off(patched: Path, lab: Lab, finished: Ended) -> None:
     given = {"script": patched / "train_gpt.py", **SHORT_END}
-    off = train_losses(lab.elsewhere("off").succeed(**given))
+    # It goes on as every other run does, once it has trained.
+    ends = in_phase("quantize", "os._exit(0)")
+    off = train_losses(lab.elsewhere("off").succeed(**given, fault=ends))
     assert off == train_losses(finished)
     on = train_losses(lab.elsewhere("on").succeed(**given, Z_LOSS=0.01))
     assert all(on[step] > loss for step, loss in off.items())
@@ -52,7 +55,8 @@ def findings_of_ruff(tree: Path) -> Counter[tuple[str, str, str]]:
 
 def test_ruff_finds_nothing_in_it(patched: Path, repo: Path) -> None:
     """What it finds in the repository without the technique is the fault of something else."""
-    assert findings_of_ruff(patched) - findings_of_ruff(repo) == Counter()
+    found = findings_of_ruff(patched)
+    assert not found or found - findings_of_ruff(repo) == Counter()
 
 
 def test_its_setting_is_used(patched: Path) -> None:

@@ -23,6 +23,7 @@ import torch
 
 import train_gpt
 from data.shards import BOS_ID, write_shard
+from tests.support.planted import in_phase
 from tests.support.processes import ONE_THREAD, SCRIPT, SHORT_END, TINY_RUN, Ended, Lab
 from tests.support.shipped import the_wrapped_form_is_made_once
 from tests.support.tiny import VOCAB_SIZE, documents, tokens_of, train_tokenizer
@@ -185,8 +186,10 @@ def directory_with(desk: Desk, *files: str) -> None:
         (desk.runs / "run" / name).write_bytes(b"")
 
 
-def disk_with_no_room(desk: Desk) -> None:
-    desk.patches.append(mock.patch("shutil.disk_usage", lambda path: SimpleNamespace(free=0)))
+def disk_with_little_room(desk: Desk) -> dict[str, object]:
+    """Enough to score; a training needs room for checkpoints."""
+    desk.patches.append(mock.patch("shutil.disk_usage", lambda path: SimpleNamespace(free=2 << 20)))
+    return {"ARTIFACT_BYTES_MAX": 3_000_000}
 
 
 def mkdir_fails(desk: Desk) -> None:
@@ -283,7 +286,7 @@ CASES = [
          "set RUNS_DIR"),
     case("other code", lambda desk: {"RESUME": desk.unfinished()}, "code is ", "RESUME_OTHER_CODE=1"),
     # the disk
-    case("too small", disk_with_no_room, "MiB are free", "set RUNS_DIR"),
+    case("too small", disk_with_little_room, "2 MiB are free", "set RUNS_DIR"),
     case("full", mkdir_fails, "No space left", ""),
     # memory
     setting("TRAIN_SEQ_LEN=1048576| MiB", "lower MICRO_BATCH_TOKENS", TRAIN_SEQ_LEN=1 << 20,
@@ -291,40 +294,45 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.name)
-def test_one_message_with_cause_and_remedy(
-    bad: Case, tmp_path: Path, dataset: Path, finished: Ended, capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    desk = Desk(tmp_path, dataset, finished)
-    environ = {name: str(value) for name, value in desk.settings(**bad.make(desk)).items()}
-    before = desk.contents()
+@pytest.fixture
+def desk(tmp_path: Path, dataset: Path, finished: Ended, monkeypatch: pytest.MonkeyPatch) -> Desk:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *desk.arguments])
-    with mock.patch.dict(os.environ, environ, clear=True):
-        for patch in desk.patches:
-            patch.start()
-        try:
-            status = train_gpt.main()
-        finally:
-            for patch in desk.patches:
-                patch.stop()
+    return Desk(tmp_path, dataset, finished)
+
+
+def refused(desk: Desk, changes: dict[str, object], capfd: pytest.CaptureFixture[str]) -> str:
+    """The one message that `main` prints."""
+    environ = {name: str(value) for name, value in desk.settings(**changes).items()}
+    arguments = mock.patch.object(sys, "argv", ["train_gpt.py", *desk.arguments])
+    with mock.patch.dict(os.environ, environ, clear=True), contextlib.ExitStack() as patches:
+        for patch in (arguments, *desk.patches):
+            patches.enter_context(patch)
+        status = train_gpt.main()
     printed = capfd.readouterr()
     assert status == 1 and "Traceback" not in printed.err + printed.out, printed
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1, printed.err
-    missing = [words for words in (*bad.cause, *bad.remedy) if words not in printed.err]
-    assert not missing, printed.err
+    return printed.err
+
+
+@pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.name)
+def test_one_message_with_cause_and_remedy(
+    bad: Case, desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    changes = bad.make(desk)
+    before = desk.contents()
+    error = refused(desk, changes, capfd)
+    missing = [words for words in (*bad.cause, *bad.remedy) if words not in error]
+    assert not missing, error
     left = {path: content for path, content in desk.contents().items() if before.get(path, 0) != content}
     assert not left, left.keys()
 
 
-def test_a_run_directory_is_never_overwritten(finished: Ended, lab: Lab) -> None:
-    before = {path: path.read_bytes() for path in finished.directory.iterdir()}
-    for changes in ({"RUNS_DIR": finished.runs_dir}, {"RESUME": finished.directory}):
-        ended = lab.run(**changes)
-        assert ended.status == 1 and "Traceback" not in ended.err
-        assert str(finished.directory) in ended.err
-    assert {path: path.read_bytes() for path in finished.directory.iterdir()} == before
+def test_a_run_directory_is_never_overwritten(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = desk.finished.directory
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    for changes in ({"RUNS_DIR": directory.parent}, {"RESUME": directory}):
+        assert str(directory) in refused(desk, dict(changes), capfd)
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
 
 
 def test_an_artifact_from_anybody_does_not_say_where_we_write(short: Ended, lab: Lab) -> None:
@@ -348,15 +356,14 @@ def test_an_artifact_from_anybody_does_not_say_where_we_write(short: Ended, lab:
 
 
 def test_a_disk_with_little_room_to_score_is_enough(finished: Ended, lab: Lab) -> None:
-    """A training needs room for checkpoints; a score writes logs alone."""
+    """As much as is too little to train, among the cases above: a score writes logs alone."""
     little = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free=2 << 20)\n"
-    lab.succeed(fault=little, EVAL_ONLY=finished.directory / "model.bin", **SHORT_END)
-    ended = lab.run(fault=little, RUN_ID="trained", ARTIFACT_BYTES_MAX=3_000_000)
-    assert ended.status == 1 and "2 MiB are free" in ended.err
+    changes = {"ARTIFACT_BYTES_MAX": 3_000_000, **SHORT_END}
+    lab.succeed(fault=little, EVAL_ONLY=finished.directory / "model.bin", **changes)
 
 
 def test_an_empty_folder_of_runs_is_the_default(lab: Lab) -> None:
-    ended = lab.succeed(RUNS_DIR="", RUN_ID="", ITERATIONS=1, **SHORT_END)
+    ended = lab.succeed(RUNS_DIR="", RUN_ID="", fault=in_phase("build_model", "os._exit(0)"))
     (written,) = (lab.folder / "runs").iterdir()
     assert f"run:runs/{written.name}\n" in ended.out
 
@@ -373,10 +380,10 @@ def test_a_closed_console_and_odd_paths_end_no_run(lab: Lab) -> None:
     folder = lab.folder / "two words, ümlaut 中 # end"
     folder.mkdir()
     lab = Lab(folder, lab.copy_dataset("中 data [1]*").dataset)
-    ended = lab.succeed(fault=NOBODY_READS, **SHORT_END)
+    ended = lab.succeed(fault=NOBODY_READS, ITERATIONS=1, **SHORT_END)
     log = (ended.directory / "log.txt").read_text("utf-8")
     assert ended.summary["exit"] == "finished"
-    assert all(words in log for words in ("step:6/6", str(folder), "done: "))
+    assert all(words in log for words in ("step:1/1", str(folder), "done: "))
     run = train_gpt.Run(train_gpt.Machine(), ended.directory)
     assert run.how_to_continue() == f"continue with EVAL_ONLY={shlex.quote(str(ended.directory))}/model.bin"
     found = {"DATA_PATH": None, "TOKENIZER_PATH": None, "CONFIG": None}  # in its config.env

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import train_gpt
 from tests.support.processes import Lab
+from tests.support.shipped import shipped_code
 
 # What public reviews of submissions do: load the file, and do not put the module into sys.modules.
 UNREGISTERED = """
@@ -40,8 +40,9 @@ NUM_LOOPS=0 PARALLEL_START_LAYER=-1 ROPE_DIMS=0 EVAL_SEQ_LEN=0 EVAL_STRIDE=0 TTT
 
 
 @pytest.fixture(scope="module")
-def wrapped(repo: Path) -> bytes:
-    return train_gpt.shipped_code((repo / "train_gpt.py").read_bytes())
+def wrapped(repo: Path, dataset: Path) -> bytes:
+    """Made anew only if no other process of the session has done it; `dataset` says where they keep it."""
+    return shipped_code((repo / "train_gpt.py").read_bytes())
 
 
 def test_it_loads_as_a_module_that_nobody_registers(repo: Path, wrapped: bytes, lab: Lab) -> None:

@@ -6,14 +6,21 @@ from collections.abc import Iterator
 import pytest
 
 import train_gpt
+from tests.support import processes
 from tools.runs import script
 
-SHIPPED_CODE = functools.cache(train_gpt.shipped_code)
+WRAP = train_gpt.shipped_code
+
+
+@functools.cache
+def shipped_code(source: bytes) -> bytes:
+    """The wrapped form, also for the processes of the session, which keep what one of them has made."""
+    return processes.kept(processes.KEPT, "shipped", source, lambda: WRAP(source))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def the_wrapped_form_is_made_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "shipped_code", SHIPPED_CODE)
-        patch.setattr(script, "shipped_code", SHIPPED_CODE)
+        patch.setattr(train_gpt, "shipped_code", shipped_code)
+        patch.setattr(script, "shipped_code", shipped_code)
         yield
