@@ -37,8 +37,8 @@ def patched(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_works_and_its_off_is_off(patched: Path, lab: Lab, finished: Ended) -> None:
     given = {"script": patched / "train_gpt.py", **SHORT_END}
-    # It goes on as every other run does, once it has trained.
-    ends = in_phase("quantize", "os._exit(0)")
+    # Once it has trained, it goes on as every other run does.
+    ends = in_phase("hessians", "os._exit(0)")
     off = train_losses(lab.elsewhere("off").succeed(**given, fault=ends))
     assert off == train_losses(finished)
     on = train_losses(lab.elsewhere("on").succeed(**given, Z_LOSS=0.01))

@@ -98,7 +98,7 @@ def test_both_clocks_of_an_evaluation_are_printed_and_recorded(
 ) -> None:
     """A slow reload counts in one of them; scores that follow the one that ranks count in neither."""
     changes = {"EVAL_ONLY": finished.directory / "model.bin"} if scores_only else {}
-    # Without test-time training, the sliding window ranks, and the round trip follows it.
+    # Without test-time training, the sliding window has the headline score, and the round trip follows it.
     ended = lab.succeed(fault=SLOW_RELOAD, ITERATIONS=1, TTT_ENABLED=0, **ROUNDED, **changes)
     ((scoring, whole, reload, compilation),) = CLOCKS.findall(ended.out)
     assert (reload, compilation) == ("4.00", "0.00")

@@ -58,7 +58,9 @@ def test_ranks_give_the_losses_and_scores_of_one_and_need_no_common_disk(finishe
         events = json.loads((directory / f"trace_rank{rank}.json").read_text())["traceEvents"]
         forward = [event["args"]["step"] for event in events if event["name"] == "forward"]
         assert forward == [1, 2] and {event["pid"] for event in events} == {rank}
-    ended = finish(lab.elsewhere("scored"), 2, EVAL_ONLY=finished.directory / "model.bin")
+    # Several batches of windows, for both ranks to have some.
+    model = finished.directory / "model.bin"
+    ended = finish(lab.elsewhere("scored"), 2, EVAL_ONLY=model, VAL_BATCH_SIZE=4096)
     for name, loss in finished.summary["losses"].items():
         assert math.isclose(ended.summary["losses"][name]["nats"], loss["nats"], rel_tol=1e-5), name
 

@@ -180,8 +180,8 @@ def traced(lab: Lab, **changes: Any) -> tuple[Ended, list[Event]]:
     return ended, read(ended.directory / "trace_rank0.json")
 
 
-# A trace is written before the weights are coded and scored.
-END_OF_TRAINING = in_phase("quantize", "os._exit(0)")
+# The trace has been written when the next phase begins.
+END_OF_TRAINING = in_phase("hessians", "os._exit(0)")
 
 
 @pytest.fixture(scope="module")
