@@ -1,8 +1,10 @@
 """Tiny CaseOps data sets, made by the exporter itself from documents with every kind of capital."""
 
+import functools
 import json
 import random
 import shutil
+import tempfile
 from pathlib import Path
 
 from data import export, fuse, shards
@@ -26,6 +28,16 @@ def texts() -> list[str]:
 
 def make_dataset(out: Path, variant: str) -> dict[str, str]:
     """Export `texts` to OUT/datasets/NAME with a tokenizer of its own; the settings that name both."""
+    shutil.copytree(exported(variant).name, out, dirs_exist_ok=True)
+    tokenizer = out / "tokenizers" / f"{variant}.model"
+    return tiny.environment(VOCAB_SIZE=400, DATA_PATH=out / "datasets" / variant, TOKENIZER_PATH=tokenizer)
+
+
+@functools.cache  # many tests take a copy; the cache also keeps the folder until Python ends
+def exported(variant: str) -> tempfile.TemporaryDirectory[str]:
+    """What the exporter makes of `texts`."""
+    folder = tempfile.TemporaryDirectory()
+    out = Path(folder.name)
     docs = out / "docs.jsonl"
     docs.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()), encoding="utf-8")
     status = export.main([
@@ -33,8 +45,7 @@ def make_dataset(out: Path, variant: str) -> dict[str, str]:
         "--train-tokenizer", "400", "--val-docs", str(VAL_DOCUMENTS), "--shard-tokens", "1000",
     ])  # fmt: skip
     assert status == 0
-    tokenizer = out / "tokenizers" / f"{variant}.model"
-    return tiny.environment(VOCAB_SIZE=400, DATA_PATH=out / "datasets" / variant, TOKENIZER_PATH=tokenizer)
+    return folder
 
 
 def fuse_dataset(folder: Path, out: Path) -> None:
