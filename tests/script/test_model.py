@@ -1,6 +1,7 @@
 """MODEL: equal to a plain reference for every feature, golden numbers, separate documents."""
 
 import cmath
+import functools
 import math
 import sys
 from pathlib import Path
@@ -94,7 +95,7 @@ def normed(x: Tensor) -> Tensor:
 
 
 class Reference:
-    """The model once more: one row, one document, one head and one position at a time, from the formulas."""
+    """The model once more: one row, one layer and one head at a time, from the formulas."""
 
     def __init__(self, model: GPT, looping: bool) -> None:
         self.c, self.looping = model.settings, looping
@@ -222,13 +223,15 @@ class Reference:
         values = x @ value.T
         if c.ve_enabled and str(i) in c.ve_layers.split(","):
             values = values + self.added_values(i, row)
+        seen = torch.tensor(self.seen(row))
         heads = []
         for h in range(c.num_heads):
             g = h // (c.num_heads // c.num_kv_heads)
             q = self.rotate(normed(x @ query[h * size : (h + 1) * size].T)) * w["qk_gain_LH"][i, h]
             k = self.rotate(normed(x @ key[g * size : (g + 1) * size].T))
             v = values[:, g * size : (g + 1) * size]
-            y = torch.stack([self.attend(t, q, k, v, row) for t in range(len(row))])
+            scores = torch.where(seen, q @ k.T / math.sqrt(size), -math.inf)
+            y = torch.softmax(scores, dim=1) @ v
             if i >= c.num_layers - c.xsa_last_n:
                 unit = v / v.norm(dim=-1, keepdim=True)
                 y = y - (y * unit).sum(-1, keepdim=True) * unit
@@ -238,24 +241,33 @@ class Reference:
             heads.append(y)
         return torch.cat(heads, dim=-1) @ output.T
 
-    def attend(self, t: int, q: Tensor, k: Tensor, v: Tensor, row: list[int]) -> Tensor:
-        first = 0
-        if self.c.doc_mask:
-            first = max([s for s in range(t + 1) if row[s] == 1], default=0)
-        weights = torch.softmax(k[first : t + 1] @ q[t] / math.sqrt(self.c.head_dim), dim=0)
-        return weights @ v[first : t + 1]
+    def seen(self, row: list[int]) -> list[list[bool]]:
+        """For each position, which positions it attends to."""
+        found = []
+        for t in range(len(row)):
+            first = 0
+            if self.c.doc_mask:
+                first = max([s for s in range(t + 1) if row[s] == 1], default=0)
+            found.append([first <= s <= t for s in range(len(row))])
+        return found
 
     def rotate(self, x: Tensor) -> Tensor:
+        turns = self.turns(len(x))
+        half = turns.size(1)
+        both = torch.complex(x[:, :half], x[:, half : 2 * half]) * turns
+        return torch.cat([both.real, both.imag, x[:, 2 * half :]], dim=1)
+
+    @functools.cache  # noqa: B019  (there are few references)
+    def turns(self, length: int) -> Tensor:
+        """The turn of each position and rotated pair, as complex numbers."""
         c = self.c
         turned = c.rope_dims or c.head_dim
         trained = c.rope_train_seq_len or c.train_seq_len
         base = c.rope_base
-        if len(x) > trained:
-            base *= (len(x) / trained) ** (turned / (turned - 2))
+        if length > trained:
+            base *= (length / trained) ** (turned / (turned - 2))
         rates = [base ** (-2 * j / turned) for j in range(turned // 2)]
-        turns = torch.tensor([[cmath.exp(-1j * t * rate) for rate in rates] for t in range(len(x))])
-        both = torch.complex(x[:, : turned // 2], x[:, turned // 2 : turned]) * turns
-        return torch.cat([both.real, both.imag, x[:, turned:]], dim=1)
+        return torch.tensor([[cmath.exp(-1j * t * rate) for rate in rates] for t in range(length)])
 
 
 @pytest.mark.parametrize("name", FEATURES)
