@@ -36,8 +36,9 @@ def val_shards(folder: str | Path) -> list[train_gpt.Shard]:
 
 
 def test_scores_and_documents_have_the_bytes_of_the_text(made: dict[str, str]) -> None:
+    one_layer = {"NUM_LAYERS": "1", "NUM_LOOPS": "0", "PARALLEL_START_LAYER": "-1", "XSA_LAST_N": "1"}
     validation = {"EVAL_STRIDE": "16", "TTT_ENABLED": "1", "TTT_CHUNK_TOKENS": "1024"}
-    config = Config.from_env({**made, **validation})
+    config = Config.from_env({**made, **one_layer, **validation})
     data = read_validation(val_shards(made["DATA_PATH"]), config)
     text_bytes = sum(len(text.encode()) for text in case.texts()[: case.VAL_DOCUMENTS])
     assert data.bytes_total == text_bytes

@@ -107,13 +107,13 @@ def test_every_geometry_sees_the_same_steps_at_any_speed_of_its_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Same bytes and hash for any ranks, micro-batches and threads, over shard edges and several epochs."""
-    expected, expected_hash = stream(shards, 20, train_prefetch=False)
+    expected, expected_hash = stream(shards, 16, train_prefetch=False)  # two epochs, in several rows at once
     delays = np.random.default_rng(1)
     for stage in (on_read, on_stage):
-        stage(monkeypatch, lambda *_: time.sleep(delays.uniform(0, 0.002)))
+        stage(monkeypatch, lambda *_: time.sleep(delays.uniform(0, 0.0005)))
     threads = {"train_prefetch": prefetch, "train_copy_stream": copy_stream, "train_prefetch_queue": depth}
-    for micro_batch_tokens in (16, 32, 512):
-        rows, stream_hash = stream(shards, 20, world_size, micro_batch_tokens=micro_batch_tokens, **threads)
+    for micro_batch_tokens in (16, 512):  # a row, or all that a rank has
+        rows, stream_hash = stream(shards, 16, world_size, micro_batch_tokens=micro_batch_tokens, **threads)
         assert np.array_equal(rows, expected)
         assert stream_hash == expected_hash
 
@@ -389,7 +389,10 @@ def test_batches_are_the_oracles_with_flat_memory(shards: list[Any], batches: in
 
 
 @pytest.mark.parametrize("targets", [0, 500])
-def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None:
+def test_validation_tokens_are_the_shards_joined(
+    lab: Lab, targets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_gpt, "shipped_code", bytes)  # slow, and not looked at
     lab = lab.copy_dataset()
     path = lab.dataset / "fineweb_val_000000.bin"
     ids = tokens_of(path)
