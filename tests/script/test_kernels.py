@@ -32,7 +32,7 @@ from tests.support.waiting import DEADLINE_SECONDS
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: there is no kernel to test")
 
-interpreter.accept_new_numpy()
+interpreter.prepare()
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -44,10 +44,8 @@ needs_runnable_kernels = pytest.mark.skipif(
     reason="no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported",
 )
 
-# (tokens, model dim, hidden) and slope: the least there is, primes, tile edges, more tiles than programs.
-MLP_CASES = [
-    ((1, 8, 8), 0.5), ((2, 8, 24), 0.0), ((37, 16, 56), 0.3), ((128, 64, 256), -0.25), ((97, 40, 136), 0.5),
-]  # fmt: skip
+# (tokens, model dim, hidden) and slope: the least there is, a part of a tile along each side, whole tiles.
+MLP_CASES = [((1, 8, 8), 0.0), ((97, 40, 136), 0.5), ((128, 64, 256), -0.25)]
 # Several tiles along each side, which take the interpreter long.
 LARGE_MLP_CASES = [((131, 264, 8), 0.3), ((140, 72, 264), 0.5)]
 SCALE = 0.8  # of the norm before the MLP
@@ -242,7 +240,7 @@ def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
         lambda *tensors: train_gpt.mlp_fused(*tensors, SCALE, 0.5),
         backend=aot_autograd(fw_compiler=counting), fullgraph=True, dynamic=False,
     )  # fmt: skip
-    for rows in (5, 7, 12):
+    for rows in (5, 7):
         tensors = [tensor.to(DEVICE).requires_grad_(backward) for tensor in random_mlp(rows, 16, 32)]
         torch._dynamo.mark_dynamic(tensors[0], 0)
         out_ND = run(*tensors)
@@ -433,7 +431,6 @@ def mlp_of(
         names = train_gpt.IMPLEMENTATIONS["fused_mlp"]
 
     def clock(passes: Any) -> float:
-        passes()
         return times_ms[train_gpt.IMPLEMENTATIONS["fused_mlp"].index(name_of(passes.args[1].ops))]
 
     def name_of(ops: train_gpt.Ops) -> str:
@@ -464,6 +461,9 @@ def test_a_gpu_takes_the_fastest_mlp_it_may_have(
 
 @needs_runnable_kernels
 def test_the_slowest_rank_decides_and_a_fast_wrong_mlp_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The reference implementation by another name, which the interpreter need not run.
+    right = train_gpt.mlp_plain
+    monkeypatch.setattr(train_gpt, "mlp_fused", lambda *inputs: right(*inputs))
     for ours, theirs in (((1, 3), (9, 2)), ((9, 2), (1, 3))):
         with monkeypatch.context() as patch:
             peers_found(patch, *[[(0.0, "")]] * 2, *([ms] for ms in theirs))
@@ -472,7 +472,6 @@ def test_the_slowest_rank_decides_and_a_fast_wrong_mlp_is_not_taken(monkeypatch:
     # On a CPU nothing is timed: the first that agrees.
     name, line = mlp_of(train_gpt.Machine(), fused_mlp="1")
     assert name == "kernel" and " ms" not in line
-    right = train_gpt.mlp_fused
     monkeypatch.setattr(train_gpt, "mlp_fused", lambda *inputs: 1.5 * right(*inputs))
     name, line = mlp_of(Card(), (1, 2))
     assert name == "plain" and line.startswith("fused_mlp:plain tried: kernel error:5.0e-01 | plain ")
@@ -546,7 +545,7 @@ def test_a_form_is_tried_as_the_model_will_hold_it(monkeypatch: pytest.MonkeyPat
 
     class Compiles(Card):
         def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-            compiled = torch.compile(function, backend="aot_eager", dynamic=False, fullgraph=True)
+            compiled = torch.compile(function, backend="eager", dynamic=False, fullgraph=True)
 
             def watched(model: train_gpt.GPT, *inputs: Tensor) -> Tensor:
                 seen.append((type(model), model.ops))
@@ -600,11 +599,12 @@ def test_auto_keeps_only_what_is_right(monkeypatch: pytest.MonkeyPatch, wrong: s
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize("name", ["launch_heads", "launch_xsa"])
-@pytest.mark.parametrize("result", [0, -1])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("name", "backward", "result"), [
+    ("launch_heads", False, 0), ("launch_heads", False, -1), ("launch_xsa", False, 0),
+    ("launch_heads", True, 0), ("launch_heads", True, -1), ("launch_xsa", True, 0), ("launch_xsa", True, -1),
+])  # fmt: skip
 def test_auto_keeps_only_heads_that_are_right(
-    monkeypatch: pytest.MonkeyPatch, name: str, result: int, backward: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, backward: bool, result: int
 ) -> None:
     """The first or the last result of one kernel in one direction is too large by half."""
     exact = getattr(train_gpt, name)
@@ -617,7 +617,8 @@ def test_auto_keeps_only_heads_that_are_right(
         return results
 
     monkeypatch.setattr(train_gpt, name, faulty)
-    ops, (line, warning) = train_gpt.choose_implementation("fused_heads", train_gpt.Ops(), SMALL, Card())
+    config = dataclasses.replace(SMALL, micro_batch_tokens=16)  # one row takes the interpreter least
+    ops, (line, warning) = train_gpt.choose_implementation("fused_heads", train_gpt.Ops(), config, Card())
     assert ops == train_gpt.Ops()
     assert re.fullmatch(r"fused_heads:plain tried: kernel error:\S+ \| plain error:0.0e\+00", line)
     assert warning.startswith("warning: fused_heads: kernel is installed but rejected: error:")
@@ -712,9 +713,10 @@ def test_kernels_compile_for_real_gpus(
         cache.set(passed_before, fingerprint)
 
 
-# (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): odd sizes, all or
-# few channels rotated, more tokens than one program takes.
-HEAD_SHAPES = [(2, 20, 4, 2, 64, 8), (1, 7, 3, 1, 24, 5), (2, 16, 2, 2, 16, 8), (1, 5, 6, 2, 8, 2)]
+# (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): fewer tokens than a
+# program takes, more, and just as many; groups of three and of one; all or few channels rotated.
+SMALL_HEADS = (1, 5, 6, 2, 64, 8)
+HEAD_SHAPES = [SMALL_HEADS, (2, 18, 3, 1, 24, 5), (2, 16, 2, 2, 16, 8)]
 
 
 def random_heads(
@@ -750,8 +752,9 @@ def around_attention(heads: Any, xsa: Any, rotary: Tensor, uses: int = 2) -> Cal
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize("shape", HEAD_SHAPES, ids=str)
-@pytest.mark.parametrize(("uses", "dtype"), [(1, DTYPES[0]), *((2, dtype) for dtype in DTYPES)], ids=str)
+@pytest.mark.parametrize(("shape", "uses", "dtype"), [
+    *((shape, 2, dtype) for dtype in DTYPES for shape in HEAD_SHAPES), (SMALL_HEADS, 1, DTYPES[0]),
+], ids=str)  # fmt: skip
 def test_heads_and_xsa_exactly(shape: tuple[int, ...], dtype: torch.dtype, uses: int, poisoned: None) -> None:
     tensors, rotary = random_heads(*shape)
     rotary = rotary.to(DEVICE)
@@ -767,7 +770,7 @@ def test_heads_and_xsa_exactly(shape: tuple[int, ...], dtype: torch.dtype, uses:
 
 @needs_runnable_kernels
 def test_heads_that_lie_elsewhere_give_the_same_result() -> None:
-    (qkv_BTNE, gain_H, *_), rotary = random_heads(*HEAD_SHAPES[0])
+    (qkv_BTNE, gain_H, *_), rotary = random_heads(2, 3, 2, 1, 8, 2)
     fused = around_attention(train_gpt.heads_fused, train_gpt.xsa_fused, rotary.to(DEVICE))
     qkv_BTNE, gain_H = qkv_BTNE.to(DEVICE), gain_H.to(DEVICE)
     plain = fused(qkv_BTNE, gain_H)
