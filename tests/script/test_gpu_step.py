@@ -442,7 +442,8 @@ COUNTED_CHOICES = before("torch.autograd.functional.vjp", 'print("an implementat
 def test_kernels_are_chosen_once_in_a_run(lab: Any) -> None:
     """If they were chosen again at reload, the run could score with other kernels than it trained with."""
     size = {"NUM_LAYERS": 1, "NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1, "XSA_LAST_N": 1}
-    short = {"ITERATIONS": 1, "WARMUP_STEPS": 0, "TRAIN_BATCH_TOKENS": 64, "VAL_TOKENS_LIMIT": 64}
+    one_row = {"TRAIN_SEQ_LEN": 16, "MICRO_BATCH_TOKENS": 16, "TRAIN_BATCH_TOKENS": 16}
+    short = {**one_row, "ITERATIONS": 1, "GPTQ_CALIBRATION_BATCHES": 1, "VAL_TOKENS_LIMIT": 16}
     off = {**SHORT_END, "TRITON_INTERPRET": 1}
     ended = lab.succeed(fault=COUNTED_CHOICES, FUSED_HEADS=1, **size, **short, **off)
     # The reference implementation, and the kernel.
