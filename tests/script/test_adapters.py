@@ -489,8 +489,8 @@ class Worked:
 
 
 def many_documents() -> np.ndarray:
-    tokens = np.random.default_rng(1).integers(2, VOCAB_SIZE, 238).astype(np.uint16)
-    tokens[[0, *np.cumsum(np.arange(8, 40, 4)), 228]] = BOS_ID
+    tokens = np.random.default_rng(1).integers(2, VOCAB_SIZE, 430).astype(np.uint16)
+    tokens[[0, *np.cumsum(np.arange(8, 40, 2)), 420]] = BOS_ID
     return tokens
 
 
@@ -509,7 +509,7 @@ def test_batches_without_time_left_are_scored_without_learning(monkeypatch: pyte
     least = worked.now
     (warning,) = clock.run.lines
     assert all(words in warning for words in ("legal_ttt", "19.0 ", " 0.0 s"))
-    assert [count > 0 for count in clock.modes.values()] == [True] + 4 * [False]
+    assert [count > 0 for count in clock.modes.values()] == [True] + 8 * [False]
     frozen = train_gpt.ScoreClock(clock.run, "", 0, math.inf, dict.fromkeys(clock.modes, 0))
     plain = train_gpt.score_ttt(lab.model(), tokens, lab.config, frozen).nats
     counts = []
@@ -521,7 +521,7 @@ def test_batches_without_time_left_are_scored_without_learning(monkeypatch: pyte
             assert any(np.allclose(nats[document], of[document], atol=1e-6) for of in (learned, plain))
         counts.append(sum(clock.modes.values()))
         assert bool(clock.run.lines) == (counts[-1] < len(nats))
-    assert counts == sorted(counts) and counts[0] == 88 and counts[-1] == len(tokens) - 1, counts
+    assert counts == sorted(counts) and counts[0] == 90 and counts[-1] == len(tokens) - 1, counts
 
 
 def test_a_slow_rank_learns_less_and_plain_chunks_are_half_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
