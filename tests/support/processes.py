@@ -8,10 +8,12 @@ import faulthandler
 import fcntl
 import gc
 import hashlib
+import inspect
 import json
 import marshal
 import multiprocessing
 import os
+import pickle
 import random
 import select
 import shutil
@@ -224,25 +226,35 @@ def kept(folder: Path | None, name: str, source: bytes, make: Callable[[], bytes
     return path.read_bytes()
 
 
+def remembered(function: Callable[..., Any], script: bytes, folder: Path | None) -> Callable[..., Any]:
+    """A slow pure function of a script: equal runs, and the ranks of one, code the same weights."""
+
+    def call(*given: Any) -> Any:
+        key = pickle.dumps((script, given))
+        return pickle.loads(kept(folder, function.__name__, key, lambda: pickle.dumps(function(*given))))
+
+    return call
+
+
 def compiled(path: str, source: bytes) -> bytes:
-    """The script's code, to be unmarshalled. Before it ends with `main`, its `shipped_code` gets a memory."""
+    """The script's code, to be unmarshalled. Before it ends with `main`, slow pure functions get a memory."""
     tree = ast.parse(source, path)
-    if b"def shipped_code(" in source:  # not in a shipped script, which unpacks itself
-        tree.body.insert(-1, ast.parse("shipped_code = keep_shipped(shipped_code)").body[0])
+    for name in ("shipped_code", "encode", "decode"):
+        if f"\ndef {name}(".encode() in source:  # not in a shipped script, which unpacks itself
+            tree.body.insert(-1, ast.parse(f"{name} = keep({name})").body[0])
     return marshal.dumps(compile(ast.fix_missing_locations(tree), path, "exec"))
 
 
 def run_as_main(path: str, folder: Path | None) -> None:
-    """What runpy.run_path does, with code that is compiled once, and a `shipped_code` that is called once."""
+    """What runpy.run_path does, with code that is compiled once and slow functions that are `remembered`."""
     source = Path(path).read_bytes()
     code = kept(folder, "code", path.encode() + source, lambda: compiled(path, source))
 
-    def keep_shipped(function: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
-        return lambda given: kept(folder, "shipped", given, lambda: function(given))
-
     main = types.ModuleType("__main__")
     main.__file__ = path
-    vars(main)["keep_shipped"] = keep_shipped
+    vars(main)["keep"] = lambda function: remembered(function, source, folder)
+    # torch asks inspect whose file this is, three times, and it would look through all modules.
+    inspect.modulesbyfile[os.path.abspath(path)] = "__main__"  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
     exec(marshal.loads(code), vars(main))
 

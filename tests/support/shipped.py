@@ -15,7 +15,7 @@ WRAP = train_gpt.shipped_code
 @functools.cache
 def shipped_code(source: bytes) -> bytes:
     """The wrapped form, also for the processes of the session, which keep what one of them has made."""
-    return processes.kept(processes.KEPT, "shipped", source, lambda: WRAP(source))
+    return processes.remembered(WRAP, processes.SCRIPT.read_bytes(), processes.KEPT)(source)
 
 
 @pytest.fixture(scope="module", autouse=True)
