@@ -78,7 +78,7 @@ def band(differences: Sequence[Sequence[float]]) -> tuple[list[float], list[floa
     differences: at each place one value per pair of runs. Neighbors count as if they were independent, which
     noise of the batches is and a slow drift is not.
     """
-    from scipy import stats
+    from scipy import special
 
     means, halves = [], []
     for i in range(len(differences)):
@@ -86,7 +86,7 @@ def band(differences: Sequence[Sequence[float]]) -> tuple[list[float], list[floa
         near = [value for place in differences[i - reach : i + reach + 1] for value in place]
         means.append(statistics.fmean(near))
         error = statistics.stdev(near) / math.sqrt(len(near)) if len(near) > 1 else 0.0
-        halves.append(float(stats.t.ppf(0.975, max(len(near) - 1, 1))) * error)
+        halves.append(float(special.stdtrit(max(len(near) - 1, 1), 0.975)) * error)
     return means, halves
 
 
