@@ -44,8 +44,8 @@ def test_passes_of_documents_are_those_of_the_script(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(train_gpt.GPT, "forward", counted)
     random = np.random.default_rng(0)
-    tokens = random.integers(2, 320, 300).astype(np.uint16)
-    tokens[[0, 1, 40, 150, 290]] = train_gpt.BOS_ID  # an empty document, and some longer than a window
+    tokens = random.integers(2, 320, 120).astype(np.uint16)
+    tokens[[0, 1, 30, 72, 110]] = train_gpt.BOS_ID  # an empty document, and some longer than a window
     config = tiny_config(TTT_ENABLED=1, EVAL_STRIDE=16, TTT_MODE="lora", TTT_CHUNK_SIZE=8, TTT_BATCH_SIZE=3)
     passes = list(ttt.passes_of_documents(tokens, config))
     passed.update({True: 0, False: 0})
@@ -57,7 +57,8 @@ def test_passes_of_documents_are_those_of_the_script(monkeypatch: pytest.MonkeyP
 def test_lengths_of_documents_are_those_of_public_logs() -> None:
     """#2067 logs 45,739 documents below 2,048 tokens, whose chunks have 16, and 2,196,862 steps in all."""
     tokens = ttt.official_text(ttt.PUBLISHED_TARGETS)
-    lengths = np.diff(np.flatnonzero(np.append(tokens[:-1], train_gpt.BOS_ID) == train_gpt.BOS_ID))
+    begins = np.flatnonzero(tokens[:-1] == train_gpt.BOS_ID)
+    lengths = np.diff(np.append(begins, len(tokens) - 1))
     assert len(lengths) == 50_000 and lengths.max() == pytest.approx(97_113, rel=0.01)
     assert lengths.sum() == pytest.approx(ttt.PUBLISHED_TARGETS, rel=1e-3)
     short = lengths < 2047

@@ -167,10 +167,12 @@ def test_verbs_that_load_torch_end_as_others_in_a_narrow_locale(
     """In this process: a file opened without an encoding is ASCII, and names are bytes."""
     opened = io.open
 
-    def narrow(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
-        if "b" not in mode and len(given) < 2 and named.get("encoding") in (None, "locale"):
-            named["encoding"] = "ascii"
-        return opened(file, mode, *given, **named)
+    def narrow(
+        file: Any, mode: str = "r", buffering: int = -1, encoding: str | None = None, *more: Any, **named: Any
+    ) -> Any:
+        if "b" not in mode and encoding in (None, "locale"):
+            encoding = "ascii"
+        return opened(file, mode, buffering, encoding, *more, **named)
 
     for arguments, whole in wide.items():
         if "--help" in arguments or arguments[0] not in LOAD_TORCH:
