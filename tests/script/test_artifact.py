@@ -68,7 +68,7 @@ def tiny_file(tiny: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("size", "bits_per_weight", "passes"),  # coarse steps: ragged sizes
-    [((1, 16, 64), 1.7, 8), ((2, 16, 128), 3.5, 5)],
+    [((1, 16, 128), 1.7, 8), ((2, 16, 128), 3.5, 5)],
 )
 def test_full_budget(size: tuple[int, int, int], bits_per_weight: float, passes: int, tmp_path: Path) -> None:
     env = plain_settings(*size)
