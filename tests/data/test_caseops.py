@@ -2,7 +2,7 @@
 
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import caseops
@@ -45,6 +45,7 @@ def test_golden_codes_and_what_is_none(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@settings(deadline=None)
 @given(text=st.one_of(st.text(st.sampled_from(ALPHABET)), st.text()))
 def test_round_trip_and_bytes(fused: bool, text: str) -> None:
     coded = caseops.encode(text, fused)
@@ -56,6 +57,7 @@ def test_round_trip_and_bytes(fused: bool, text: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@settings(deadline=None)
 @given(coded=st.text(st.sampled_from(ALPHABET)))
 def test_every_code_is_the_code_of_its_text(fused: bool, coded: str) -> None:
     try:
@@ -66,6 +68,7 @@ def test_every_code_is_the_code_of_its_text(fused: bool, coded: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@settings(deadline=None)
 @given(coded=st.text(st.sampled_from(ALPHABET)))
 def test_what_a_model_writes_can_be_read_without_marks(fused: bool, coded: str) -> None:
     """Whatever it is, and wherever it breaks off: marks remain only where they were escaped."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -270,6 +270,7 @@ def test_an_artifact_of_the_script_is_scored_again(
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["base-seed1", "windows-seed1"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(*[st.floats(0.5, 3.0)] * 2), min_size=2, max_size=8))
 def test_a_paired_comparison_is_the_paired_t_test_of_scipy(scores: list[tuple[float, float]]) -> None:
     new = {str(seed): pair[0] for seed, pair in enumerate(scores)}
