@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import sys
 from dataclasses import dataclass
@@ -165,11 +166,15 @@ class Execution:
         self.path = path
         source = path.read_text(encoding="utf-8")
         self.tree = ast.parse(source)
-        self.on_path = reachable(self.tree)
         marker = _Marker(source)
         self.marked: ast.Module = ast.fix_missing_locations(marker.visit(ast.parse(source)))
         self.marks = marker.marks
         self.ran = bytearray(len(self.marks))
+
+    @functools.cached_property
+    def on_path(self) -> set[str]:
+        """Functions on the path of a score."""
+        return reachable(self.tree)
 
     def load(self) -> ModuleType:
         """The script as a module that notes the marks it passes."""
@@ -231,7 +236,7 @@ def reachable(tree: ast.Module) -> set[str]:
             of_class = owner.rpartition(".")[2] in classes
             in_use = not owner or owner in found or (of_class and owner.rpartition(".")[2] in known)
             made = of_class and last in ("__init__", "__post_init__")
-            if in_use and (made or last in known):
+            if name not in found and in_use and (made or last in known):
                 found.add(name)
                 known |= _words(function)
         if len(found) + len(known) == before:
