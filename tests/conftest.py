@@ -27,12 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # this process only hands tests to others, and needs no torch
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
+    gc.disable()
     import torch
 
+    if hasattr(config, "workerinput"):  # of the whole suite: some test uses it, and so does the server
+        import torch._dynamo
     torch.set_num_threads(1)
     start_server()
     no_disk_is_waited_for()
-    gc.disable()
 
 
 def pytest_collection_finish() -> None:

@@ -107,6 +107,7 @@ def test_a_box_has_no_network_no_home_and_no_device(tmp_path: Path) -> None:
         box.Box(script, tmp_path / "runs", [])
 
 
+@pytest.mark.slow
 def test_each_run_computes_with_the_instructions_that_the_user_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

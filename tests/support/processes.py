@@ -88,6 +88,7 @@ def become_server(path: str, arguments: list[str], descriptors: list[int]) -> in
         # What pytest has put in place of Python's own: it would keep errors of threads to itself.
         threading.excepthook = threading.__excepthook__
         sys.unraisablehook = sys.__unraisablehook__
+        gc.freeze()  # or each process would look through all of torch, and copy it
         gc.enable()
         listener, alive = descriptors[:2]
         ready, _, _ = select.select([listener, alive], [], [])

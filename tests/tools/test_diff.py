@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scipy import stats
+import scipy
 
 from tests.support.ancestors import load_ancestors
 from tests.support.runs import SOURCE, STEPS, make_run, make_runs, pack
@@ -56,12 +56,12 @@ def test_a_difference_is_new_less_base_and_two_sided() -> None:
     """Pairs where both sides have the same seeds, in any order; else Welch's test. Both are scipy's."""
     new, base = [1.06, 1.11, 1.08], [1.07, 1.13, 1.12]
     found = difference(dict(zip("abc", new, strict=True)), dict(zip("cab", (1.12, 1.07, 1.13), strict=True)))
-    expected = stats.ttest_rel(new, base)
+    expected = scipy.stats.ttest_rel(new, base)
     assert (found.test, found.difference) == (PAIRED, pytest.approx(-0.07 / 3))
     assert found.p == pytest.approx(expected.pvalue) and found.interval is not None
     assert found.interval == pytest.approx(tuple(expected.confidence_interval()))
     found = difference(dict(zip("abc", new, strict=True)), dict(zip("abd", base, strict=True)))
-    expected = stats.ttest_ind(new, base, equal_var=False)
+    expected = scipy.stats.ttest_ind(new, base, equal_var=False)
     assert (found.test, found.p) == (WELCH, pytest.approx(expected.pvalue)) and found.interval is not None
     assert found.interval == pytest.approx(tuple(expected.confidence_interval()))
     # Worse is as significant as better.

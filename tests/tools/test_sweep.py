@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from tests.support.processes import ROUNDED, Started
 from tests.support.runs import make_run
@@ -279,14 +279,14 @@ def test_a_paired_comparison_is_the_paired_t_test_of_scipy(scores: list[tuple[fl
     gaps = np.subtract(*np.transpose(scores))
     assert found is not None and found.seeds_new == len(scores)
     assert found.difference == pytest.approx(gaps.mean(), abs=1e-12)
-    assert found.error == pytest.approx(stats.sem(gaps), rel=1e-6, abs=1e-12)
+    assert found.error == pytest.approx(scipy.stats.sem(gaps), rel=1e-6, abs=1e-12)
     assert found.error is not None and found.interval is not None
     if found.error < 1e-9:  # all alike but for rounding
         assert found.interval == pytest.approx((found.difference, found.difference))
         return
     assert found.p is not None
-    assert found.p == pytest.approx(stats.ttest_rel(*np.transpose(scores)).pvalue, rel=1e-6)
-    half = stats.t.ppf(0.975, len(scores) - 1) * found.error
+    assert found.p == pytest.approx(scipy.stats.ttest_rel(*np.transpose(scores)).pvalue, rel=1e-6)
+    half = scipy.stats.t.ppf(0.975, len(scores) - 1) * found.error
     assert found.interval == pytest.approx((found.difference - half, found.difference + half))
     # The interval is without zero where p is below 0.05.
     assert (found.p < 0.05) == (found.interval[0] > 0 or found.interval[1] < 0)
