@@ -156,6 +156,7 @@ def expected(multiplier: float) -> float:
 def test_searches_that_jump_never_fit_or_fit_at_their_end() -> None:
     size, how, passes = fill(lambda m: 28_000 if expected(m) < 30_500 else 33_000)
     assert size == 28_000 and passes <= 10 and f"passes:{passes}" in how
+    assert fill(lambda m: 30_000)[0] == 30_000, "a file that fits exactly"
     with pytest.raises(ArtifactError, match="77 bytes too many"):
         fill(lambda m: 30_077)
     with pytest.raises(ArtifactError, match="9 bytes too many"):

@@ -77,6 +77,21 @@ def test_a_whole_run_on_a_narrow_console_prints_what_its_log_has(lab: Lab) -> No
 # --- clocks and limits ---
 
 
+def test_the_plan_says_what_a_run_will_do_and_what_makes_it_shorter(finished: Ended) -> None:
+    timed = {"ITERATIONS": "7000", "MAX_WALLCLOCK_SECONDS": "60", "MAX_EVAL_SECONDS": "90"}
+
+    def plan(**changes: str) -> str:
+        return train_gpt.plan_line(train_gpt.Config.from_env({**timed, **changes}), 12345)
+
+    whole = plan(TTT_ENABLED="1", EVAL_STRIDE="64")
+    assert all(words in whole for words in ("7,000 steps", "60 s", "12,345 tokens", "90 s"))
+    assert "TTT_ENABLED=0" in whole and "EVAL_STRIDE=0" in whole
+    shortest = plan(TTT_ENABLED="0", EVAL_STRIDE="0")
+    assert "7,000 steps" in shortest and "=0" not in shortest
+    scores = plan(EVAL_ONLY=str(finished.directory / "model.bin"))
+    assert "steps" not in scores and "12,345 tokens" in scores
+
+
 def test_a_limit_that_is_none_is_printed_as_none(finished: Ended) -> None:
     lines = re.findall(r"^limit:(\w+) ([\d.e-]+)(.*)$", finished.out, re.M)
     verdicts = {name: verdict for name, _, verdict in lines}
