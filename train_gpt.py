@@ -4795,13 +4795,12 @@ SLOTS = 1 << 15  # per table; a lane's state has 17 to 32 bits, and is refilled 
 # Lower edges of the classes of columns, in 256ths of a column's mean |code|: four per octave.
 CLASS_EDGES = np.array([(4 + quarter) << octave for octave in range(12) for quarter in range(4)])
 ALONG_TRELLIS = 128  # a flag in the byte of an array's peak, which itself takes seven bits
-SYMBOLS_AT_ONCE = 16  # narrow rows, such as one exponent each, are coded and learned up to so many together
+# A row costs the same time however short it is, so rows of fewer symbols are coded and learned together.
+SYMBOLS_AT_ONCE = 16
 
 
 class SymbolModel:
     """The probability of each symbol of an array, learned row by row, in the encoder and decoder alike.
-
-    Narrow rows are coded `rows_at_once`, and learned together, because each step costs the same time.
 
     A column's class is determined by the mean |code| of its rows so far. Each class has a table of integer
     frequencies that sum to SLOTS. The tables are concatenated, so that a symbol of table t is entry
@@ -4815,7 +4814,7 @@ class SymbolModel:
         peak = peak_byte % ALONG_TRELLIS
         self.peak = peak
         self.size = 2 * peak + 1
-        # Along a trellis, each row shifts the next one.
+        # Along a trellis, each row shifts the next one, so rows are coded one by one.
         self.rows_at_once = 1 if self.along_trellis else max(1, SYMBOLS_AT_ONCE // max(columns, 1))
         values = np.arange(-peak, peak + 1.0)
         if self.along_trellis:

@@ -1,6 +1,5 @@
 """What --verify sees in sound files: a foreign tokenizer, ids that it lacks, byte counts of other tokens."""
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from data import contents, fineweb, shards
 from data.encoding import Encoder
 from tests.data.test_shards import train
 from tests.support import case, tiny
+from tests.support.real import real_texts
 
 FORMS = ("caseops", "caseops_fused")
 
@@ -128,8 +128,7 @@ def test_real_ids_come_back_from_their_own_tokenizer_alone(
     options: dict[str, Any], tmp_path: Path, shared_data: Path
 ) -> None:
     """Of two tokenizers of the same size each writes ids that the other does not write."""
-    with open(shared_data / "docs_selected.jsonl", encoding="utf-8") as lines:
-        texts = [json.loads(line)["text"] for line in itertools.islice(lines, 30)]
+    texts = real_texts(shared_data, 0, 30)
     given = {"vocab_size": 1024, "hard_vocab_limit": True, "max_sentence_length": 100_000, **options}
     _, other = train(texts[10:], **given)
     official = shards.load_tokenizer(shared_data / "tokenizers/fineweb_1024_bpe.model")

@@ -18,6 +18,7 @@ import sentencepiece as spm
 
 from data import caseops, documents, encoding, export, shards
 from data.files import exclusive, sha256_file
+from tests.support.real import real_texts
 from tests.support.tiny import assert_documents_are_counted, contents, joined
 from tests.support.waiting import is_running, wait_until
 
@@ -415,6 +416,5 @@ def test_official_validation_ids(shared_data: Path, tmp_path: Path, monkeypatch:
     assert official[len(val)] == shards.BOS_ID and (val == shards.BOS_ID).sum() == count
     assert np.array_equal(val, official[:len(val)])
     audit = shards.read_manifest(tmp_path / "datasets" / "set")["splits"]["val"]["audit"]
-    with open(shared_data / "docs_selected.jsonl", encoding="utf-8") as lines:
-        texts = [json.loads(next(lines))["text"] for _ in range(count)]
+    texts = real_texts(shared_data, 0, count)
     assert audit["text_bytes"] == audit["decoded_bytes"] == sum(len(text.encode()) for text in texts)

@@ -23,6 +23,7 @@ import torch
 
 import train_gpt
 from data.shards import BOS_ID, write_shard
+from tests.support.here import main_here
 from tests.support.planted import in_phase
 from tests.support.processes import ONE_THREAD, SCRIPT, SHORT_END, TINY_RUN, Ended, Lab
 from tests.support.shipped import the_wrapped_form_is_made_once
@@ -303,11 +304,10 @@ def desk(tmp_path: Path, dataset: Path, finished: Ended, monkeypatch: pytest.Mon
 def refused(desk: Desk, changes: dict[str, object], capfd: pytest.CaptureFixture[str]) -> str:
     """The one message that `main` prints."""
     environ = {name: str(value) for name, value in desk.settings(**changes).items()}
-    arguments = mock.patch.object(sys, "argv", ["train_gpt.py", *desk.arguments])
-    with mock.patch.dict(os.environ, environ, clear=True), contextlib.ExitStack() as patches:
-        for patch in (arguments, *desk.patches):
+    with contextlib.ExitStack() as patches:
+        for patch in desk.patches:
             patches.enter_context(patch)
-        status = train_gpt.main()
+        status = main_here(environ, *desk.arguments)
     printed = capfd.readouterr()
     assert status == 1 and "Traceback" not in printed.err + printed.out, printed
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1, printed.err

@@ -17,7 +17,6 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ import train_gpt
 from tests.faults.faults import make_small_shards
 from tests.script.test_signals import SLOW_CLOCK
 from tests.support import tiny
+from tests.support.here import main_here
 from tests.support.planted import (
     FORWARD_SECONDS,
     after_step,
@@ -141,9 +141,8 @@ def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: L
 def error_of(environ: dict[str, str]) -> str:
     """What `main` prints, here in this process, of a run that must not begin."""
     out, err = io.StringIO(), io.StringIO()
-    surroundings = mock.patch.dict(os.environ, environ, clear=True), mock.patch("sys.argv", ["train_gpt.py"])
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), surroundings[0], surroundings[1]:
-        status = train_gpt.main()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main_here(environ)
     assert (status, out.getvalue()) == (1, "")
     return err.getvalue()
 

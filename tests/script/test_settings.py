@@ -1,9 +1,7 @@
 """Settings: what is wrong is refused by name before anything starts; what is right survives being written."""
 
 import dataclasses
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
+from tests.support.here import main_here
 from train_gpt import Config, ConfigError, notes_on_environment
 
 FIELDS = {field.name.upper(): field for field in dataclasses.fields(Config)}
@@ -61,11 +60,9 @@ def refused(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: py
             folder: Path) -> str:  # fmt: skip
     """What main() prints of wrong settings, once it is sure that it did nothing else."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(os, "environ", environ)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
     for first in ("this_machine", "Run"):
         monkeypatch.setattr(train_gpt, first, lambda *_: pytest.fail("the run began"))
-    assert train_gpt.main() == 1
+    assert main_here(environ) == 1
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err and err.startswith("error: ") and err.count("\n") == 1
     assert not any(folder.iterdir())
@@ -240,12 +237,8 @@ def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path
         Config.from_env({"CONFIG": str(tmp_path)})
 
 
-def test_help_lists_every_variable_with_default_and_meaning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--help"])
-    monkeypatch.setattr(os, "environ", {"SEED": "wrong, and yet help must come"})
-    assert train_gpt.main() == 0
+def test_help_lists_every_variable_with_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_here({"SEED": "wrong, and yet help must come"}, "--help") == 0
     listed = capsys.readouterr().out.splitlines()
     defaults = Config().as_env()
     for name, field in FIELDS.items():

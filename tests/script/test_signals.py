@@ -11,6 +11,7 @@ import pytest
 
 import train_gpt
 from tests.support import processes
+from tests.support.here import main_here
 from tests.support.planted import signal_at_step
 from tests.support.processes import SCRIPT, SHORT_END, Ended, Lab, free_port
 from tests.support.waiting import is_running, wait_until
@@ -52,9 +53,7 @@ def test_each_signal_that_ends_a_job_asks_for_a_checkpoint(
 
     signal.signal(number, signal.SIG_DFL)  # the test's own parent may ignore it
     monkeypatch.setattr(train_gpt, "whole_run", whole_run)
-    monkeypatch.setattr(os, "environ", {"DEVICE": "cpu"})
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
-    assert train_gpt.main() == 0 and asked == [number]
+    assert main_here({"DEVICE": "cpu"}) == 0 and asked == [number]
 
 
 @pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGUSR2], ids=lambda number: number.name)

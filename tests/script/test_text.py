@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import io
-import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import sentencepiece
 import train_gpt
 from data import shards
 from tests.support import case, tiny
+from tests.support.real import real_texts
 from train_gpt import BOS_ID, Config, DataError
 
 CODE = [
@@ -229,12 +229,6 @@ def test_a_tokenizer_that_did_not_make_the_shards_is_refused(
     data = Dataset(tmp_path / "wrong", wrong, tokens, manifest)
     with pytest.raises(DataError, match=r"TOKENIZER_PATH=.*(only \d+\.\d% of the ids|are counted)"):
         data.read()
-
-
-def real_texts(shared_data: Path, first: int, stop: int) -> list[str]:
-    """Some of the documents of the official validation set, and of those that follow it."""
-    with open(shared_data / "docs_selected.jsonl", encoding="utf-8") as lines:
-        return [json.loads(line)["text"] for line in itertools.islice(lines, first, stop)]
 
 
 @pytest.mark.parametrize("options", [{"model_type": "unigram"}, {}, {"add_dummy_prefix": True}], ids=str)

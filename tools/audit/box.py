@@ -269,13 +269,10 @@ def serve(path: Path, folder: Path) -> None:
     missing = [name for name in NAMES if not hasattr(script, name)]
     if missing:
         raise AttributeError(f"it has no {', '.join(missing)}, which an audit needs")
+    warm_up(script, path)
     print(0, 0, file=answers, flush=True)
-    is_warm = False
     for line in sys.stdin:
         order = json.loads(line)
-        if order["what"] == "run" and not is_warm:
-            warm_up(script, path)
-            is_warm = True
         children = []
         for rank in range(order.get("ranks", 1)):
             child = os.fork()

@@ -164,17 +164,16 @@ class Execution:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        source = path.read_text(encoding="utf-8")
-        self.tree = ast.parse(source)
-        marker = _Marker(source)
-        self.marked: ast.Module = ast.fix_missing_locations(marker.visit(ast.parse(source)))
+        self.source = path.read_text(encoding="utf-8")
+        marker = _Marker(self.source)
+        self.marked: ast.Module = ast.fix_missing_locations(marker.visit(ast.parse(self.source)))
         self.marks = marker.marks
         self.ran = bytearray(len(self.marks))
 
     @functools.cached_property
     def on_path(self) -> set[str]:
         """Functions on the path of a score."""
-        return reachable(self.tree)
+        return reachable(ast.parse(self.source))
 
     def load(self) -> ModuleType:
         """The script as a module that notes the marks it passes."""
