@@ -868,10 +868,11 @@ class Ops(NamedTuple):
 # the branch to its output (PR #1530). head adapts the logits.
 #
 # Adapters of a visit that read the same x form a group: "attention" (q, k, v, o), "mlp" or "head". A group
-# has one tensor with the A matrices of all its adapters stacked, and one B per adapter. For rank r and
-# TTT_LORA_TARGETS=q,v,mlp, for example, the adapters of a visit are
-#   {"attention": (A of shape (B, 2r, D), {"q": B of shape (B, D, r), "v": B of shape (B, kv_dim, r)}),
-#    "mlp": (A of shape (B, r, D), {"mlp": B of shape (B, D, r)})}
+# has one tensor with the A matrices of all its adapters side by side, and one B per adapter. All are stored
+# transposed, as their gradients come out of a matmul. For rank r and TTT_LORA_TARGETS=q,v,mlp, for example,
+# the adapters of a visit are
+#   {"attention": (A of shape (B, D, 2r), {"q": B of shape (B, r, D), "v": B of shape (B, r, kv_dim)}),
+#    "mlp": (A of shape (B, D, r), {"mlp": B of shape (B, r, D)})}
 Adapters = dict[str, tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -879,10 +880,11 @@ def low_rank(x_BTI: Tensor, adapters: Adapters, group: str) -> dict[str, Tensor]
     """The output B A x, (B, T, O), of each adapter in a group, by name; empty without adapters."""
     if group not in adapters:
         return {}
-    a_BRI, b_of_name = adapters[group]
-    # Stacked, the A matrices of a group take one matmul, and so does the gradient of x.
-    inner_BTR = (x_BTI @ a_BRI.mT).chunk(len(b_of_name), dim=-1)
-    return {name: inner @ b_of_name[name].mT for name, inner in zip(b_of_name, inner_BTR, strict=True)}
+    a_BIR, b_of_name = adapters[group]
+    # Side by side, the A matrices of a group take one matmul, and so does the gradient of x. `bmm`, because
+    # torch.compile takes longer to trace `@`, which accepts more shapes.
+    inner_BTR = torch.bmm(x_BTI, a_BIR).chunk(len(b_of_name), dim=-1)
+    return {name: torch.bmm(inner, b_of_name[name]) for name, inner in zip(b_of_name, inner_BTR, strict=True)}
 
 
 # --- the model ---
@@ -1016,15 +1018,15 @@ class GPT(nn.Module):
         softcap = self.settings.logit_softcap
         if not softcap:
             return F.cross_entropy(logits_NV, targets_N, reduction="none")
-        if logits_NV.is_cuda:
-            # tanh(x) = 2 sigmoid(2x) - 1. On a GPU tanh takes about thirty instructions, exp in sigmoid one.
-            bounded_NV = 2 * torch.sigmoid(2 / softcap * logits_NV) - 1
-        else:
-            bounded_NV = torch.tanh(logits_NV / softcap)
+        # tanh(x) = 2 sigmoid(2x) - 1, because tanh takes several times as long as sigmoid.
+        share_NV = torch.sigmoid(2 / softcap * logits_NV)
+        if not logits_NV.is_cuda:
+            # On a CPU each operation is a pass over the logits. The softmax is the same without the -1.
+            return F.cross_entropy(2 * softcap * share_NV, targets_N, reduction="none")
         # Bounded logits cannot overflow, so the softmax does not have to subtract the maximum first. In bits
         # rather than nats, because exp2 is faster than exp on a GPU.
         nats_of_bit = math.log(2)
-        bits_NV = softcap / nats_of_bit * bounded_NV
+        bits_NV = softcap / nats_of_bit * (2 * share_NV - 1)
         bits_N = bits_NV.exp2().sum(1).log2() + F.nll_loss(bits_NV, targets_N, reduction="none")
         return nats_of_bit * bits_N
 
@@ -1117,12 +1119,12 @@ class GPT(nn.Module):
         w = context.weights
         qkv_BTR = F.linear(x_BTD, w["qkv"][layer])
         added = low_rank(x_BTD, adapters, "attention")
-        if added:
-            parts = list(qkv_BTR.split([c.model_dim, c.kv_dim, c.kv_dim], dim=-1))
-            for place, name in enumerate("qkv"):
-                if name in added:
-                    parts[place] = parts[place] + added[name]
-            qkv_BTR = torch.cat(parts, dim=-1)
+        before = 0
+        for name, width in (("q", c.model_dim), ("k", c.kv_dim), ("v", c.kv_dim)):
+            if name in added:
+                # Padded with zeros: if qkv were split and joined again, its gradient would be copied.
+                qkv_BTR = qkv_BTR + F.pad(added[name], (before, qkv_BTR.size(-1) - before - width))
+            before += width
         qkv_BTNE = qkv_BTR.unflatten(-1, (-1, c.head_dim))
         heads = self.ops.heads(qkv_BTNE, w["qk_gain_LH"][layer], context.rotary)
         if context.values_BTK is not None and layer in c.value_layers:  # only configs/pr549.env and pr785.env
@@ -1740,9 +1742,10 @@ class FusedXsa(torch.autograd.Function):
 
 def xsa_fused(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
     """`xsa_plain` by the kernel."""
-    gate_BTH = y_BTHE.new_ones(y_BTHE.shape[:-1])
     if gate:
         gate_BTH = torch.sigmoid(0.5 * F.linear(*gate))  # as in `gated`
+    else:
+        gate_BTH = y_BTHE.new_ones(y_BTHE.shape[:-1])
     return FusedXsa.apply(y_BTHE, v_BTKE, gate_BTH)
 
 
@@ -3938,15 +3941,17 @@ def initial_adapters(model: GPT, config: Config) -> Tensor:
     so the first chunk of a document is scored by the model as it is.
     """
     inputs = config.model_dim
+    rank = config.ttt_lora_rank
     bound = config.lora_scale_root / math.sqrt(inputs)
     matrices = []
     for visit, groups in enumerate(adapter_layout(config)):
         for outputs_of_name in groups.values():
+            a_RI = []
             for name in outputs_of_name:
                 generator = generator_of(f"{config.seed} adapter {name} {visit}")
-                a_N = torch.empty(config.ttt_lora_rank * inputs)
-                matrices.append(a_N.uniform_(-bound, bound, generator=generator))
-            matrices.append(torch.zeros(config.ttt_lora_rank * sum(outputs_of_name.values())))
+                a_RI.append(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
+            matrices.append(torch.cat(a_RI).t().flatten())
+            matrices.append(torch.zeros(rank * sum(outputs_of_name.values())))
     master = torch.promote_types(model.compute_dtype, torch.float32)
     return torch.cat(matrices).to(model.machine.device, master)
 
@@ -3955,8 +3960,8 @@ def unpack(flat_BP: Tensor, layout: list[dict[str, dict[str, int]]], c: Config) 
     """View flat parameters (B, P) as the adapters of each visit in the layout.
 
     Visits and groups follow one another; a group has all its A first, then one B for each name. In the
-    example of `adapter_layout`, with rank R, the parameters of one visit are: A of q and k (2R * 512), B of q
-    (512 * R), B of k (256 * R), A of mlp (R * 512), B of mlp (512 * R).
+    example of `adapter_layout`, with rank R, the parameters of one visit are: A of q and k (512 * 2R), B of q
+    (R * 512), B of k (R * 256), A of mlp (512 * R), B of mlp (R * 512).
     """
     rank = c.ttt_lora_rank
     sizes = []
@@ -3970,8 +3975,8 @@ def unpack(flat_BP: Tensor, layout: list[dict[str, dict[str, int]]], c: Config) 
     for groups in layout:
         adapters: Adapters = {}
         for group, outputs_of_name in groups.items():
-            a_BRI = next(pieces).unflatten(1, (-1, c.model_dim))
-            adapters[group] = a_BRI, {name: next(pieces).unflatten(1, (-1, rank)) for name in outputs_of_name}
+            a_BIR = next(pieces).unflatten(1, (c.model_dim, -1))
+            adapters[group] = a_BIR, {name: next(pieces).unflatten(1, (rank, -1)) for name in outputs_of_name}
         found.append(adapters)
     return found
 
@@ -5687,11 +5692,11 @@ class Inputs(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What summary.json records about training; zeros with EVAL_ONLY."""
+    """What summary.json records about training; nothing with EVAL_ONLY."""
 
     steps: int = 0
     train_seconds: float = 0.0
-    stream_hash: str = "0" * 16
+    stream_hash: str = ""
 
 
 def main() -> int:

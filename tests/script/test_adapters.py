@@ -50,9 +50,9 @@ def first(model: Any, config: Config) -> list[dict[str, tuple[torch.Tensor, torc
     numbers_1P = initial_adapters(model, config)[None]
     for groups in train_gpt.unpack(numbers_1P, train_gpt.adapter_layout(config), config):
         adapters = {}
-        for a_1RI, b_of_name in groups.values():
-            parts = a_1RI.chunk(len(b_of_name), dim=1)
-            adapters.update({name: (a, b_of_name[name]) for name, a in zip(b_of_name, parts, strict=True)})
+        for a_1IR, b_of_name in groups.values():
+            parts = a_1IR.mT.chunk(len(b_of_name), dim=1)
+            adapters.update({name: (a, b_of_name[name].mT) for name, a in zip(b_of_name, parts, strict=True)})
         visits.append(adapters)
     return visits
 

@@ -555,4 +555,5 @@ def test_the_loss_and_its_gradient_against_float64(softcap: float) -> None:
     assert abs(found_N.double().mean() - exact_N.mean()) < half_a_unit * exact_N.mean()
     found_N.sum().backward()
     exact_N.sum().backward()
-    torch.testing.assert_close(found_NV.grad.double(), exact_NV.grad, rtol=0, atol=1e-6)
+    # Small logits come from a sigmoid near 1/2, whose rounding error is multiplied by twice the softcap.
+    torch.testing.assert_close(found_NV.grad.double(), exact_NV.grad, rtol=0, atol=softcap * half_a_unit / 2)
