@@ -3786,6 +3786,7 @@ class ScoreClock:
     # single chunk has none.
     learned: dict[str, int] = field(default_factory=dict)
     out_of_time: bool = False  # some part was not trained on: the warning is logged once
+    warning: str = ""  # this warning
     start: float = field(default_factory=lambda: time.perf_counter())
     logged_at: float = 0.0
 
@@ -3815,10 +3816,28 @@ class ScoreClock:
         learning = bool(self.earlier_modes.get(part, in_time))
         if not learning and not self.out_of_time:
             self.out_of_time = True
-            self.run.log(f"warning: {self.name} continues without training: {now:.1f} of "
-                         f"{self.limit_seconds:.1f} s are used, the rest would take {needed_seconds:.1f} s")
+            self.warning = (
+                f"warning: {self.name} continues without training: {now:.1f} of {self.limit_seconds:.1f} s "
+                f"are used, the rest would take {needed_seconds:.1f} s")
+            self.run.log(self.warning)
         self.modes[part] = targets if learning else 0
         return learning
+
+    def repeat(self, parts: set[str]) -> None:
+        """Prepare to repeat `earlier_modes`. parts: the names of the parts now, on all ranks.
+
+        They may be others. Then, if the earlier evaluation trained on everything, so will this one. If not,
+        the clock decides.
+        """
+        if not self.earlier_modes or self.earlier_modes.keys() == parts:
+            return
+        if all(self.earlier_modes.values()):
+            self.earlier_modes = dict.fromkeys(parts, 1)
+            return
+        self.earlier_modes = {}
+        self.run.log(f"warning: {self.name}: {EVAL_MODES} is about other batches of documents, so the clock "
+                     "decides after all; to repeat that score, use the data, MICRO_BATCH_TOKENS and "
+                     "TTT_BATCH_SIZE of its run")
 
 
 class WindowScorer:
@@ -4212,6 +4231,9 @@ class DocumentScorer:
         return self.model.loss_per_token(hidden_BCD.flatten(0, 1), targets_N, added_NV).view(targets_BC.shape)
 
 
+MERGING_SECONDS = 1e-7  # per target, for ranks to share their scores
+
+
 def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) -> Ledger:
     """TTT_MODE=lora (PRs #1530, #1667): in each document, score a chunk, then train adapters on it.
 
@@ -4221,6 +4243,7 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
     """
     ledger = Ledger(tokens)
     scorer = DocumentScorer(copy.deepcopy(model).requires_grad_(False), tokens, config, ledger)
+    clock.repeat({str(batch[0]) for batch in scorer.batches()})
     batches = scorer.batches_of_rank()
     own_targets = sum(int(scorer.lengths[batch].sum()) for batch in batches)
     passes = [len(list(scorer.chunks(batch, learning=False))) for batch in batches]
@@ -4228,13 +4251,15 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
     # longer, but a batch may have more documents, and their adapters take time at any length.
     step_seconds = 0.0
     document_seconds = 0.0
+    machine = model.machine
+    merging_seconds = MERGING_SECONDS * len(ledger.nats) if machine.world_size > 1 else 0.0
     for number, batch in enumerate(batches):
         started = clock.seconds()
         steps = len(list(scorer.chunks(batch)))
         step_seconds = max(step_seconds, document_seconds * len(batch))
         # Keep enough time to score the remaining batches without training. Without a backward pass, a chunk
         # takes at most half as long.
-        needed_seconds = step_seconds * (steps + sum(passes[number + 1 :]) / 2)
+        needed_seconds = step_seconds * (steps + sum(passes[number + 1 :]) / 2) + merging_seconds
         learning = clock.learns(str(batch[0]), int(scorer.lengths[batch].sum()), needed_seconds)
         scorer.score(batch, learning)
         if learning:
@@ -4246,7 +4271,6 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
             clock.learned[str(batch[0])] = int(lengths[has_steps].sum())
         clock.log_progress(ledger, own_targets)
     # So far each rank has only the scores of its own documents. Each target has a score on one rank only.
-    machine = model.machine
     if machine.world_size > 1:
         own = np.isfinite(ledger.nats)
         sums = torch.from_numpy(np.stack([np.where(own, ledger.nats, 0.0), own])).to(machine.device)
@@ -4254,9 +4278,13 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
         nats, scores = sums.cpu().numpy()
         if (scores != 1).any():
             raise ValueError(f"target {int((scores != 1).argmax())} was not scored by exactly one rank")
-        for begin, length in zip(scorer.begins, scorer.lengths, strict=True):
-            if not own[begin]:
-                ledger.record(int(begin), nats[begin : begin + length])
+        # Consecutive documents of other ranks are recorded at once: every two edges are around some.
+        theirs = ~own[scorer.begins]
+        edges = np.flatnonzero(np.diff(theirs, prepend=False, append=False))
+        for first, after in edges.reshape(-1, 2):
+            begin = int(scorer.begins[first])
+            stop = int(scorer.begins[after - 1] + scorer.lengths[after - 1])
+            ledger.record(begin, nats[begin:stop])
         clock.log_progress(ledger)
     return ledger
 
@@ -4276,6 +4304,7 @@ def score_chunks(model: GPT, tokens: Any, config: Config, clock: ScoreClock) -> 
     sgd = torch.optim.SGD(learner.parameters(), momentum=config.ttt_momentum)
     scorer = WindowScorer(learner, tokens, config, config.ttt_chunk_tokens, looping=True)
     last = len(scorer.chunks) - 1
+    clock.repeat({str(chunk[0, 1]) for chunk in scorer.chunks[:last]})
     learn_seconds = 0.0
     for number, chunk in enumerate(scorer.chunks):
         begin = int(chunk[0, 1])
@@ -4444,9 +4473,13 @@ def evaluate(
             run.log(f"{label} is skipped: it would end after MAX_EVAL_SECONDS={config.max_eval_seconds:g}")
             continue
         # Each rank knows only the modes of its own documents.
-        for modes, learned in machine.gather((clock.modes, clock.learned)):
+        warnings = []
+        for modes, learned, warning in machine.gather((clock.modes, clock.learned, clock.warning)):
             clock.modes = modes | clock.modes
             clock.learned = learned | clock.learned
+            warnings += [warning] if warning else []
+        if warnings and not clock.warning:
+            run.log(warnings[0])  # the time of rank 0 was not up, but that of another rank was
         score = ledger.score(validation.bytes_total)._replace(learned_tokens=sum(clock.learned.values()))
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}\n"
@@ -5507,7 +5540,10 @@ def train(training: Training) -> None:
     # The host runs at most this many steps ahead of a GPU, so that the GPU always has work.
     steps_ahead = 2 if machine.on_gpu else 0
     seconds = machine.gather(training.seconds)[0]  # by the clock of rank 0
-    step_seconds = seconds / max(training.step, 1)  # for a resumed run: the mean so far
+    first_step = training.step
+    recent_seconds: deque[float] = deque(maxlen=20)  # of the latest steps
+    if first_step:
+        recent_seconds.append(seconds / first_step)  # a resumed run begins with the mean so far
     progress = run_progress(seconds, training.step, config)
     run.training = True
     while True:
@@ -5519,8 +5555,11 @@ def train(training: Training) -> None:
             agreed[0] = 0.0
         machine.all_reduce(agreed)
         seconds, caught = agreed.tolist()
-        # The slowest recent step, fading by 10% per step.
-        step_seconds = max(0.9 * step_seconds, seconds - before)
+        if training.step > first_step:
+            recent_seconds.append(seconds - before)
+        # The slowest recent step but one: a single stall, of a disk for example, will not come again.
+        slowest = sorted(recent_seconds)[-2:]
+        step_seconds = slowest[0] if slowest else 0.0
         # The next step must end in time, and so must the steps still queued on the device, with one to spare.
         queued = len(training.unread) if machine.on_gpu else 0
         ends_at = seconds + (queued + 2) * step_seconds
@@ -5733,8 +5772,10 @@ def main() -> int:
         message = traceback.format_exc().strip()
     # Report what ended the run, and how to continue from what it has saved.
     if run is not None:
-        # All that this rank knows is that a peer is gone. The peer itself prints the reason.
-        if re.match("Traceback.*(gloo/|pair closure|DistBackendError)", message, re.DOTALL):
+        # All that this rank knows is that a peer is gone. The peer itself prints the reason. NCCL raises the
+        # same exception if something fails on this rank, such as a lack of shared memory: that is shown.
+        nccl = "DistBackendError.*(remote process|[Cc]onnection (closed|reset)|[Tt]imed? ?out)"
+        if re.match(f"Traceback.*(gloo/|pair closure|{nccl})", message, re.DOTALL):
             message = "stopped: another rank has ended or does not respond"
         if run.machine.world_size > 1:
             message = f"rank {run.machine.rank}: {message}"
@@ -6209,6 +6250,8 @@ def summarize(
         "eval_seconds": log_limit(run, "eval_seconds", scoring_seconds, config.max_eval_seconds),
         "artifact_bytes": log_limit(run, "artifact_bytes", total_bytes, config.artifact_bytes_max),
     }
+    if config.eval_only and not limits["artifact_bytes"]["ok"]:
+        run.log("note: these bytes include this script; what counts is the script of the artifact's own run")
     # It is disputed whether the limit applies to scoring alone or to everything after reading the artifact.
     from_artifact_seconds = reload_seconds + compile_seconds + scoring_seconds
     run.log(f"eval_clock: scoring {scoring_seconds:.2f} s, from reading the artifact "

@@ -350,7 +350,7 @@ def print_memory(gpus: int) -> int:
         return 2
     for name, bytes_a_value in (("bf16", 2), ("fp32", 4)):
         gigabytes = predicted_bytes(config, gpus, bytes_a_value) / 1e9
-        print(f"{gigabytes:.1f} GB in {name} on each of {gpus} GPUs, by a formula")
+        print(f"{gigabytes:.1f} GB in {name} per GPU, by a formula")
     return 0
 
 

@@ -524,6 +524,28 @@ def test_batches_without_time_left_are_scored_without_learning(monkeypatch: pyte
     assert counts == sorted(counts) and counts[0] == 90 and counts[-1] == len(tokens) - 1, counts
 
 
+def test_modes_of_other_batches_are_repeated_if_everything_was_learned_from() -> None:
+    tokens = many_documents()
+    lab = subject(TTT_BATCH_SIZE=2)
+    first = train_gpt.ScoreClock(RecordingRun(), "legal_ttt")
+    nats = train_gpt.score_ttt(lab.model(), tokens, lab.config, first).nats
+    wider = subject(TTT_BATCH_SIZE=3)
+
+    def again(modes: dict[str, int], limit: float) -> tuple[train_gpt.ScoreClock, np.ndarray]:
+        clock = train_gpt.ScoreClock(RecordingRun(), "legal_ttt", 0, limit, modes)
+        return clock, train_gpt.score_ttt(wider.model(), tokens, wider.config, clock).nats
+
+    clock, same = again(first.modes, limit=0.0)
+    assert all(clock.modes.values()) and clock.modes.keys() != first.modes.keys()
+    assert not clock.run.lines and np.allclose(same, nats, atol=1e-5)
+    # Otherwise they say nothing about these batches.
+    some = dict.fromkeys(first.modes, 0) | {next(iter(first.modes)): 1}
+    for limit, learns in ((math.inf, True), (0.0, False)):
+        clock, _ = again(some, limit)
+        assert all(list(clock.modes.values())[1:]) is learns
+        assert "MICRO_BATCH_TOKENS" in clock.run.lines[0] and len(clock.run.lines) == 2 - learns
+
+
 def test_a_slow_rank_learns_less_and_plain_chunks_are_half_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = subject(TTT_BATCH_SIZE=2)
     tokens = many_documents()

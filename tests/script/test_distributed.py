@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import train_gpt
+from tests.support.here import main_here
 from tests.support.planted import after_step, in_phase, send, signal_at_step
 from tests.support.processes import ROUNDED, SCRIPT, Ended, Lab, train_losses
 
@@ -157,3 +158,30 @@ def test_a_rank_that_waits_for_another_says_so(monkeypatch: pytest.MonkeyPatch) 
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}
     assert train_gpt.this_machine(train_gpt.Config(device="cpu"), environ).rank == 1
     assert all(re.search("rank 1: .*all 2 ranks.*MASTER_ADDR=node1", line) for line in lines)
+
+
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.5\n{}: {}\nLast error:\n{}"
+NO_SHARED_MEMORY = NCCL.format(
+    "unhandled system error", "ncclSystemError", "System call or external library call failed",
+    "Error while creating shared memory segment /dev/shm/nccl-aB3 (size 9637888)")  # fmt: skip
+GONE = NCCL.format(
+    "remote process exited or there was a network error", "ncclRemoteError",
+    "A call failed possibly due to a network error or a remote process exiting prematurely.", "")  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "shown"), [(NO_SHARED_MEMORY, True), (GONE, False)])
+def test_what_nccl_says_of_this_rank_is_shown(
+    text: str, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a rank that is gone, that rank itself gives the reason."""
+
+    def broken(*_given: object) -> None:
+        raise torch.distributed.DistBackendError(text)
+
+    monkeypatch.setattr(train_gpt, "whole_run", broken)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(train_gpt, "end_with_launcher", lambda _: None)
+    assert main_here({"DEVICE": "cpu", "CONFIG": "none"}) == 1
+    printed = capsys.readouterr().err
+    assert ("stopped: another rank" in printed) is not shown
+    assert ("/dev/shm" in printed and "Traceback" in printed) is shown

@@ -429,6 +429,21 @@ def test_diagnostics_follow_in_time(limit: str, left_out: int, monkeypatch: pyte
     assert len(told) == left_out and len(scores) == 3 - left_out, run.lines
 
 
+def test_the_time_of_another_rank_was_up_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_peer = ({"7": 0}, {}, "warning: legal_ttt continues without training")
+    monkeypatch.setattr(train_gpt.Machine, "gather", lambda _, value: [value, of_peer])
+    lab = subject()
+
+    class Timed(RecordingRun):
+        phase = train_gpt.Run.phase
+        stop_signal = 0
+        directory = None
+
+    run = Timed(train_gpt.Machine())
+    train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, ""), "int6")
+    assert of_peer[2] in run.lines
+
+
 def test_eval_only_follows_the_modes_beside_its_artifact_unless_there_is_no_limit(lab: Lab) -> None:
     adapters = {"TTT_BATCH_SIZE": 1, "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
     of_a_run = {**ROUNDED, "ITERATIONS": 1, "EVAL_STRIDE": 0}
@@ -440,5 +455,8 @@ def test_eval_only_follows_the_modes_beside_its_artifact_unless_there_is_no_limi
     again = lab.elsewhere("again").succeed(EVAL_ONLY=first.directory / "model.bin", **short)
     assert again.summary["losses"]["legal_ttt"] == first.summary["losses"]["legal_ttt"]
     whole = lab.elsewhere("whole").succeed(
-        EVAL_ONLY=first.directory / "model.bin", **{**short, "MAX_EVAL_SECONDS": 0})
+        EVAL_ONLY=first.directory / "model.bin", **{**short, "MAX_EVAL_SECONDS": 0, "ARTIFACT_BYTES_MAX": 1000})
     assert whole.summary["losses"]["legal_ttt"]["learned_tokens"] == 500
+    # Its bytes are not judged by the script that happens to score it.
+    assert "EXCEEDED" in whole.out and "what counts is the script of the artifact's own run" in whole.out
+    assert "what counts" not in again.out

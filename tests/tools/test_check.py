@@ -574,6 +574,15 @@ def test_the_line_of_this_script_says_when_learning_stopped(
     assert (stopped.limit_seconds, stopped.needed_seconds) == (600.0, 510.0)
 
 
+def test_a_run_or_a_folder_of_records_is_not_taken_for_a_record(
+    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = make_runs(tmp_path / "runs", 42)
+    for folder, answer in ((run, "pack it first"), (packed.parent, f"1 record(s): check {packed.parent}/*")):
+        assert main(["check", str(folder)]) == 2
+        assert answer in capsys.readouterr().err
+
+
 def test_counts_of_our_logs_are_equal_between_seeds(tmp_path: Path) -> None:
     first = OURS.replace("val_bytes:151080891", "val_bytes:151080891 learned_tokens:50")
     stopped = STOPPED.format(used="480.0", needed="130.0")

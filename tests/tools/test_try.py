@@ -9,16 +9,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import train_gpt
 from tests.support.processes import Started
 from tests.support.tiny import environment
 from tests.support.trainers import SUBPROCESS
 from tools import REPO
 from tools.__main__ import main
-from tools.compare import driver, history, judge, sides
+from tools.compare import driver, history, judge, sides, trial
 from tools.compare.sequential import DROP, KEEP, UNDECIDED
+from tools.runs.errors import RecordError
 
 # It trains nothing: a score is a function of MATRIX_LR, SEED and GAIN, with noise of the first two.
 SCRIPT = '''
@@ -145,6 +148,30 @@ def test_a_comment_changes_nothing_and_it_says_so_early(try_it: Try, place: Path
     assert len((place / "starts").read_text().split()) == 8
 
 
+@pytest.mark.usefixtures("fast")
+def test_what_the_shell_sets_is_for_both_sides_and_named(
+    try_it: Try, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MATRIX_LR", "0.02")
+    _, lines = try_it("NEW_THING=1", "--seeds", "1")
+    assert "from the shell, for both sides: MATRIX_LR=0.02" in lines
+    # And a base that does not know it is no reason to guess another name.
+    monkeypatch.setattr(trial, "config_class", lambda _: lambda: SimpleNamespace(as_env=dict))
+    with pytest.raises(RecordError, match="is for both sides: write it after try, MATRIX_LR=VALUE"):
+        trial.refuse_unknown({"MATRIX_LR": "0.02"}, Path("base.py"), "main")
+
+
+def test_at_equal_time_no_number_of_steps_ends_a_run(tmp_path: Path) -> None:
+    budget = tmp_path / "budget.env"
+    budget.write_text("ITERATIONS=300\nMAX_WALLCLOCK_SECONDS=60\n")
+    assert sides.budget_settings(budget, "seconds") == {"MAX_WALLCLOCK_SECONDS": "60"}
+    by_steps = {"ITERATIONS": "300", "MAX_WALLCLOCK_SECONDS": "0"}
+    assert sides.budget_settings(budget, "steps") == by_steps
+    # Then the tokens of a step are one's own choice.
+    configs = [train_gpt.Config(train_batch_tokens=2**n, max_wallclock_seconds=60) for n in (18, 19)]
+    assert judge.setting_changes(*configs) == []
+
+
 @pytest.mark.slow
 def test_a_killed_try_ends_with_the_same_table(try_it: Try, place: Path) -> None:
     """Killed for good while a run is under way, which ends with it; nothing of it counts."""
@@ -195,7 +222,8 @@ def test_the_next_try_knows_what_pairs_can_show_and_what_was_kept(try_it: Try, p
     (("MATRIX_LR=0.02", "--base", "keep"), "has been kept yet"),
     (("MATRIX_LR=0.02", "--config", "none.env"), "none.env"),
     (("MATRX_LR=0.02",), "did you mean MATRIX_LR?"),
-    (("MATRIX_LR=0.02", "--equal", "seconds"), "no MAX_WALLCLOCK_SECONDS above 0"),
+    (("TRAIN_BATCH_TOKENS=1024",), "or compare at equal time, with --equal seconds"),
+    (("MATRIX_LR=0.02", "--equal", "seconds"), "set MAX_WALLCLOCK_SECONDS=60, and pass the copy"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_refused_and_leaves_nothing(
     words: Sequence[str], message: str, try_it: Try, place: Path

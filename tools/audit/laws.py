@@ -176,7 +176,8 @@ def blind_to_endings(lab: Lab, ids: np.ndarray, places: Sequence[int]) -> Iterat
         changed = ids.copy()
         changed[np.array(group) + 3] = BOS_ID
         same.blind(first, lab.ask(changed), lab.apart, same.REPACKED)
-    yield f"at {len(places)} places, 5 other endings of {len(ids)} tokens move no score before them"
+    places_in_words = f"{len(places)} place{'s' * (len(places) != 1)}"
+    yield f"at {places_in_words}, 5 other endings of {len(ids)} tokens move no score before them"
 
 
 @law("no score depends on a later token", EVERY_LAB)

@@ -368,8 +368,8 @@ class Again:
             raise Broken("replay", f"{label}: document {worst} is {each.max():.1e} nats per target apart, "
                                    f"{limit:.0e} are allowed")  # fmt: skip
         mean = apart.sum() / sizes.sum()
-        found = (f"{label}: {len(sizes)} documents of {sizes.sum()} targets scored again: one is "
-                 f"{each.max():.1e} nats per target apart, the mean {abs(mean):.1e}")  # fmt: skip
+        found = (f"{label}: {len(sizes)} documents of {sizes.sum()} targets scored again: the largest "
+                 f"difference is {each.max():.1e} nats per target, the mean {abs(mean):.1e}")  # fmt: skip
         if exact:
             return found
         if sizes.sum() < TOKENS and len(sizes) < len(original.begins) - 1:

@@ -71,13 +71,18 @@ def scoring_changes(base: Path, new: Path) -> list[str]:
 
 
 def setting_changes(base: Any, new: Any) -> list[str]:
-    """`NAME=old → new` of the shared settings in which two configurations differ."""
+    """`NAME=old → new` of the shared settings in which two configurations differ.
+
+    Without a time limit, the tokens of a step are part of the budget, as their number is.
+    """
     before, after = base.as_env(), new.as_env()
+    by_steps = float(before.get("MAX_WALLCLOCK_SECONDS", 0)) == 0
+    shared = (*SHARED, "TRAIN_BATCH_TOKENS") if by_steps else SHARED
     # Whether windows slide decides which score counts; how far they do is a setting like another.
     for values in (before, after):
         values["EVAL_STRIDE > 0"] = str(float(values.get("EVAL_STRIDE", 0)) > 0)
     changed = []
-    for name in (*SHARED, "EVAL_STRIDE > 0"):
+    for name in (*shared, "EVAL_STRIDE > 0"):
         if before.get(name) != after.get(name):
             changed.append(f"{name}={before.get(name)} → {after.get(name)}")
     return changed

@@ -135,9 +135,11 @@ def pairs(place: str, words: Sequence[str]) -> dict[str, str]:
     found = {}
     for word in words:
         variable, equals, value = word.partition("=")
-        if not equals or variable in SET_BY_THE_DRIVER:
-            raise RecordError(f"{place}: {word!r} is not SETTING=VALUE, or is set for each run by itself; "
-                              "a sweep lists seeds in its line `seeds:`")  # fmt: skip
+        if not equals:
+            raise RecordError(f"{place}: {word!r} is not SETTING=VALUE")
+        if variable in SET_BY_THE_DRIVER:
+            raise RecordError(f"{place}: {variable} is set for each run by itself; for seeds, try has "
+                              "--seeds, and a sweep its line `seeds:`")  # fmt: skip
         found[variable] = value
     return found
 

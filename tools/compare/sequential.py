@@ -52,7 +52,7 @@ def half_widths_of_one() -> np.ndarray:
 def verdict(differences: Sequence[float], useful: float) -> Verdict:
     """What the pairs show so far. differences: new − base, negative is better.
 
-    useful: the smallest gain that is worth to be kept; an interval without it is a reason to drop.
+    useful: the smallest gain that is worth keeping; an interval without it is a reason to drop.
     """
     pairs = len(differences)
     if pairs < FIRST_LOOK:

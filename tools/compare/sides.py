@@ -118,8 +118,12 @@ def budget_settings(path: Path, equal: str) -> dict[str, str]:
         if "ITERATIONS" not in settings:
             raise RecordError(f"{path} has no ITERATIONS: add the number of steps, or take --equal seconds")
         settings["MAX_WALLCLOCK_SECONDS"] = "0"
-    elif settings.get("MAX_WALLCLOCK_SECONDS", "0") in ("0", "0.0"):
-        raise RecordError(f"{path} has no MAX_WALLCLOCK_SECONDS above 0, which --equal seconds is about")
+    else:
+        if settings.get("MAX_WALLCLOCK_SECONDS", "0") in ("0", "0.0"):
+            raise RecordError(f"--equal seconds gives both sides a time limit, and {path} has none: copy it, "
+                              "set MAX_WALLCLOCK_SECONDS=60, and pass the copy with --config")  # fmt: skip
+        # Where runs end after so many steps, a change that makes steps longer would lose nothing by it.
+        settings.pop("ITERATIONS", None)
     return settings
 
 

@@ -35,7 +35,7 @@ from data import sample
 from data.files import write_bytes
 from tools.compare import history, judge, overview
 from tools.compare.driver import directory_of, is_finished, locked, run_once, scores_of
-from tools.compare.rows import Row, config_class
+from tools.compare.rows import Row, config_class, settings_of_shell
 from tools.compare.sequential import (
     DROP,
     FIRST_LOOK,
@@ -131,6 +131,9 @@ def run(args: argparse.Namespace) -> int:
 
     print(f"try {' '.join(args.changes) or args.script.name} against {base.origin}")
     print(f"budget: {budget_in_words(rows[BASE], args.equal)}; runs in {folder}")
+    of_shell = [f"{name}={budget[name]}" for name in settings_of_shell(os.environ) if name in budget]
+    if of_shell:
+        print(f"from the shell, for both sides: {' '.join(of_shell)}")
     spread = history.Spread(args.runs, history.conditions(budget))
     print(spread.in_words(), flush=True)
     seeds = [str(config_class(None)().seed + number) for number in range(args.seeds)]
@@ -148,8 +151,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{table(pairs)}\n")
     for remark in remarks(pairs, folder, outcome, args.equal):
         print(remark)
-    print(f"tries with a verdict today: {history.tries_of_today(args.runs)}; of changes that do "
-          "nothing, at most one in 20 is misjudged")  # fmt: skip
+    print(f"tries with a verdict today: {history.tries_of_today(args.runs)}; about one in 20 changes that do "
+          "nothing gets a wrong verdict")  # fmt: skip
     print(last_line(pairs, outcome))
     return EXIT[outcome.word]
 
@@ -197,6 +200,8 @@ def refuse_unknown(settings: Mapping[str, str], script: Path, origin: str) -> No
         if name not in known:
             near = similar_setting(name)
             hint = f"did you mean {near}?" if near else "its --help lists them"
+            if near == name:  # only the new side has it
+                hint = f"what the shell or --config sets is for both sides: write it after try, {name}=VALUE"
             raise RecordError(f"{name} is not a setting of {origin}; {hint}")
 
 
@@ -215,8 +220,10 @@ def refuse_unlike(base: Row, new: Row) -> None:
         raise RecordError(str(error)) from error
     changed = judge.setting_changes(*configs)
     if changed:
+        tokens = any(change.startswith("TRAIN_BATCH_TOKENS") for change in changed)
+        instead = "; or compare at equal time, with --equal seconds" if tokens else ""
         raise RecordError(f"{'; '.join(changed)}: budget and scoring must be the same on both sides; set it "
-                          "for both with --config, or in the shell")  # fmt: skip
+                          f"for both with --config, or in the shell{instead}")  # fmt: skip
     changed = judge.data_changes(*configs)
     if changed:
         raise RecordError(

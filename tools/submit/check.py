@@ -22,6 +22,7 @@ from tqdm import tqdm
 from tools.runs.errors import RecordError
 from tools.runs.folder import Folder
 from tools.runs.reading import one_line, path_of
+from tools.runs.runs import SUMMARY as RUN_SUMMARY
 from tools.runs.writing import print_json
 from tools.submit import claims, limits, nats, packed, scores, seeds
 from tools.submit.findings import Finding, Level, Mode, fail
@@ -104,6 +105,7 @@ def audit(path: Path) -> list[Finding]:
     A rule that ends in an error, or a folder that takes too long, is a finding itself: the other rules and
     folders are judged all the same, and a folder that breaks a rule's program does not pass.
     """
+    refuse_other_folders(path)
     folder = Folder(path)
     findings: list[Finding] = []
     try:
@@ -115,6 +117,17 @@ def audit(path: Path) -> list[Finding]:
         text = f"the audit was stopped after {CPU_SECONDS_MAX} s of CPU time: no record takes that long"
         findings.append(fail(UNFINISHED, text, folder.name, UNFINISHED_REMEDY))
     return sorted(findings, key=lambda finding: (finding.check[0], int(finding.check[1:])))
+
+
+def refuse_other_folders(path: Path) -> None:
+    """RecordError for a run that is not packed, or a folder of several records."""
+    if any((path / name).exists() for name in ("README.md", "submission.json")):
+        return
+    if (path / RUN_SUMMARY).is_file():
+        raise RecordError(f"{path} is the folder of a run: pack it first, with python -m tools pack {path}")
+    records = sorted(path.glob("*/submission.json"))
+    if records:
+        raise RecordError(f"{path} is a folder of {len(records)} record(s): check {path}/*")
 
 
 def _findings_of(rule: Rule, folder: Folder) -> list[Finding]:

@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)")
     if missing:
         told = f"{', '.join(missing)} not given"
-        print(f"note: {told}: a submission needs them; give them, and another --name")
+        print(f"note: {told}: a submission needs them. Pack again with them, under a new --name")
     if base is None:
         print("note: without --baseline, README.md does not say what is new")
     unsourced = readme.without_source(packed)
