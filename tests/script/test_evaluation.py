@@ -454,8 +454,8 @@ def test_eval_only_follows_the_modes_beside_its_artifact_unless_there_is_no_limi
     assert 0 < learned <= sum(modes.values()) < 500
     again = lab.elsewhere("again").succeed(EVAL_ONLY=first.directory / "model.bin", **short)
     assert again.summary["losses"]["legal_ttt"] == first.summary["losses"]["legal_ttt"]
-    whole = lab.elsewhere("whole").succeed(
-        EVAL_ONLY=first.directory / "model.bin", **{**short, "MAX_EVAL_SECONDS": 0, "ARTIFACT_BYTES_MAX": 1000})
+    no_limit = {**short, "MAX_EVAL_SECONDS": 0, "ARTIFACT_BYTES_MAX": 1000}
+    whole = lab.elsewhere("whole").succeed(EVAL_ONLY=first.directory / "model.bin", **no_limit)
     assert whole.summary["losses"]["legal_ttt"]["learned_tokens"] == 500
     # Its bytes are not judged by the script that happens to score it.
     assert "EXCEEDED" in whole.out and "what counts is the script of the artifact's own run" in whole.out

@@ -221,7 +221,7 @@ def test_the_next_try_knows_what_pairs_can_show_and_what_was_kept(try_it: Try, p
     (("MATRIX_LR=0.02", "--base", "nowhere"), "--base nowhere: expected a script"),
     (("MATRIX_LR=0.02", "--base", "keep"), "has been kept yet"),
     (("MATRIX_LR=0.02", "--config", "none.env"), "none.env"),
-    (("MATRX_LR=0.02",), "did you mean MATRIX_LR?"),
+    (("MATRX_LR=0.02",), "did you mean MATRIX_LR?"), (("matrix_lr=0.02",), "did you mean MATRIX_LR?"),
     (("TRAIN_BATCH_TOKENS=1024",), "or compare at equal time, with --equal seconds"),
     (("MATRIX_LR=0.02", "--equal", "seconds"), "set MAX_WALLCLOCK_SECONDS=60, and pass the copy"),
 ])  # fmt: skip

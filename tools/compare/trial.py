@@ -198,7 +198,7 @@ def refuse_unknown(settings: Mapping[str, str], script: Path, origin: str) -> No
     known = config_class(script)().as_env()
     for name in settings:
         if name not in known:
-            near = similar_setting(name)
+            near = similar_setting(name.upper())
             hint = f"did you mean {near}?" if near else "its --help lists them"
             if near == name:  # only the new side has it
                 hint = f"what the shell or --config sets is for both sides: write it after try, {name}=VALUE"
