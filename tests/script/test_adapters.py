@@ -554,6 +554,11 @@ def test_a_slow_rank_learns_less_and_plain_chunks_are_half_a_window(monkeypatch:
     limit = 1.5 * worked.now
     clock, _ = worked.score(lab, tokens, limit, rank=1)
     assert clock.modes == whole.modes and all(whole.modes.values())
+    # Nothing is left of its time, if it takes as long to share the scores.
+    monkeypatch.setattr(train_gpt, "MERGING_SECONDS", 1.01 * limit / len(tokens))
+    clock, _ = worked.score(lab, tokens, limit, rank=1)
+    assert not any(clock.modes.values())
+    monkeypatch.setattr(train_gpt, "MERGING_SECONDS", 0.0)
     worked.slowness = 2.0
     clock, _ = worked.score(lab, tokens, limit, rank=1)
     assert limit - 3 < worked.now <= limit and clock.modes.keys() == whole.modes.keys()
