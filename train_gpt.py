@@ -3786,7 +3786,7 @@ class ScoreClock:
     # single chunk has none.
     learned: dict[str, int] = field(default_factory=dict)
     out_of_time: bool = False  # some part was not trained on: the warning is logged once
-    warning: str = ""  # this warning
+    notice: str = ""  # this warning
     start: float = field(default_factory=lambda: time.perf_counter())
     logged_at: float = 0.0
 
@@ -3816,10 +3816,10 @@ class ScoreClock:
         learning = bool(self.earlier_modes.get(part, in_time))
         if not learning and not self.out_of_time:
             self.out_of_time = True
-            self.warning = (
+            self.notice = (
                 f"warning: {self.name} continues without training: {now:.1f} of {self.limit_seconds:.1f} s "
                 f"are used, the rest would take {needed_seconds:.1f} s")
-            self.run.log(self.warning)
+            self.run.log(self.notice)
         self.modes[part] = targets if learning else 0
         return learning
 
@@ -4473,13 +4473,13 @@ def evaluate(
             run.log(f"{label} is skipped: it would end after MAX_EVAL_SECONDS={config.max_eval_seconds:g}")
             continue
         # Each rank knows only the modes of its own documents.
-        warnings = []
-        for modes, learned, warning in machine.gather((clock.modes, clock.learned, clock.warning)):
+        notices = []
+        for modes, learned, notice in machine.gather((clock.modes, clock.learned, clock.notice)):
             clock.modes = modes | clock.modes
             clock.learned = learned | clock.learned
-            warnings += [warning] if warning else []
-        if warnings and not clock.warning:
-            run.log(warnings[0])  # the time of rank 0 was not up, but that of another rank was
+            notices += [notice] if notice else []
+        if notices and not clock.notice:
+            run.log(notices[0])  # the time of rank 0 was not up, but that of another rank was
         score = ledger.score(validation.bytes_total)._replace(learned_tokens=sum(clock.learned.values()))
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}\n"
