@@ -3785,8 +3785,7 @@ class ScoreClock:
     # For each part: its targets in documents or chunks with at least one training step. A document of a
     # single chunk has none.
     learned: dict[str, int] = field(default_factory=dict)
-    out_of_time: bool = False  # some part was not trained on: the warning is logged once
-    notice: str = ""  # this warning
+    notice: str = ""  # the warning that some part was not trained on, which is logged once
     start: float = field(default_factory=lambda: time.perf_counter())
     logged_at: float = 0.0
 
@@ -3814,8 +3813,7 @@ class ScoreClock:
         now = self.seconds()
         in_time = now + needed_seconds <= self.limit_seconds
         learning = bool(self.earlier_modes.get(part, in_time))
-        if not learning and not self.out_of_time:
-            self.out_of_time = True
+        if not learning and not self.notice:
             self.notice = (
                 f"warning: {self.name} continues without training: {now:.1f} of {self.limit_seconds:.1f} s "
                 f"are used, the rest would take {needed_seconds:.1f} s")
@@ -4403,7 +4401,7 @@ def rehearse_evaluation(model: GPT, config: Config, run: Run) -> None:
                     text_of_rank = np.resize(document, documents * len(document) + 1)
                     score_ttt(model, text_of_rank, config)
                     # Once more as if the time were up: then chunks are longer, and nothing trains.
-                    score_ttt(model, text_of_rank, config, ScoreClock(limit_seconds=0.0, out_of_time=True))
+                    score_ttt(model, text_of_rank, config, ScoreClock(limit_seconds=0.0, notice="rehearsal"))
             return
         # A whole chunk to train on, and one more. Only compiled code has to see the real chunk size, which
         # determines the batch sizes of training.
@@ -5557,12 +5555,9 @@ def train(training: Training) -> None:
         seconds, caught = agreed.tolist()
         if training.step > first_step:
             recent_seconds.append(seconds - before)
-        # The slowest recent step but one: a single stall, of a disk for example, will not come again.
-        slowest = sorted(recent_seconds)[-2:]
-        step_seconds = slowest[0] if slowest else 0.0
         # The next step must end in time, and so must the steps still queued on the device, with one to spare.
         queued = len(training.unread) if machine.on_gpu else 0
-        ends_at = seconds + (queued + 2) * step_seconds
+        ends_at = seconds + (queued + 2) * slow_step_seconds(recent_seconds)
         stop = caught != 0 or run_progress(ends_at, training.step, config) >= 1
         # The end of training is always saved, so that whatever fails later can be repeated from there. Before
         # that, save when another multiple of CHECKPOINT_EVERY_SECONDS has passed since the last step.
@@ -5595,6 +5590,15 @@ def train(training: Training) -> None:
         training.loader.wait_ms = 0.0
         training.unread.append(StepResult(training.step, progress, lr_scale, loss_and_norm, copied, wait_ms))
     end_training(training)
+
+
+def slow_step_seconds(recent_seconds: Iterable[float]) -> float:
+    """What the next steps may take: as long as the slowest recent one but one.
+
+    The slowest may have stalled, on a disk for example, which says nothing about the next steps.
+    """
+    slowest = sorted(recent_seconds)[-2:]
+    return slowest[0] if slowest else 0.0
 
 
 def end_training(training: Training) -> None:

@@ -199,9 +199,12 @@ def refuse_unknown(settings: Mapping[str, str], script: Path, origin: str) -> No
     for name in settings:
         if name not in known:
             near = similar_setting(name.upper())
-            hint = f"did you mean {near}?" if near else "its --help lists them"
-            if near == name:  # only the new side has it
+            if not near:
+                hint = "its --help lists them"
+            elif near == name:  # only the new side has it
                 hint = f"what the shell or --config sets is for both sides: write it after try, {name}=VALUE"
+            else:
+                hint = f"did you mean {near}?"
             raise RecordError(f"{name} is not a setting of {origin}; {hint}")
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from tools.runs.errors import RecordError
 from tools.runs.folder import Folder
 from tools.runs.reading import one_line, path_of
-from tools.runs.runs import SUMMARY as RUN_SUMMARY
+from tools.runs.runs import SUMMARY
 from tools.runs.writing import print_json
 from tools.submit import claims, limits, nats, packed, scores, seeds
 from tools.submit.findings import Finding, Level, Mode, fail
@@ -123,7 +123,7 @@ def refuse_other_folders(path: Path) -> None:
     """RecordError for a run that is not packed, or a folder of several records."""
     if any((path / name).exists() for name in ("README.md", "submission.json")):
         return
-    if (path / RUN_SUMMARY).is_file():
+    if (path / SUMMARY).is_file():
         raise RecordError(f"{path} is the folder of a run: pack it first, with python -m tools pack {path}")
     records = sorted(path.glob("*/submission.json"))
     if records:
