@@ -1,5 +1,6 @@
 """Shared fixtures. SHARED_DATA names the folder with real FineWeb text; its default stands here alone."""
 
+import atexit
 import gc
 import os
 import signal
@@ -32,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if hasattr(config, "workerinput"):  # of the whole suite: some test uses it, and so does the server
         import torch._dynamo
+    # Runs after all other exit handlers. What still writes then is Triton: a hundred lines about bindings that
+    # it leaks, below the results.
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
     torch.set_num_threads(1)
     start_server()
     no_disk_is_waited_for()

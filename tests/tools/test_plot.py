@@ -49,6 +49,20 @@ def test_causes_of_slow_steps(tmp_path: Path) -> None:
     assert [shard_crossings(step, step + 50, 524_288) for step in (100, 150, 200, 350)] == [0, 1, 0, 1]
 
 
+def test_a_step_is_slow_compared_to_its_neighbors(tmp_path: Path) -> None:
+    """Recurrence makes all later steps longer: none of them is slow, but one that stalls is."""
+    run = load_group(make_run(tmp_path / "a", 1)).runs[0]
+    (event, *_) = (event for event in run.events if event.kind == "train")
+    run.events = []
+    clock_ms = 0.0
+    noise = random.Random(1)
+    for step in range(1, 301):
+        clock_ms += (117.0 if step > 180 else 79.0) + noise.uniform(-0.5, 0.5) + 60.0 * (step in (100, 250))
+        values = {"step": step, "train_time_ms": clock_ms, "train_loss": 3.0, "data_wait_max_ms": 0.0}
+        run.events.append(replace(event, values=values))
+    assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(100, "other"), (250, "other")]
+
+
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_figure_is_written(tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its names are drawn as they are, a dollar sign begins no formula, and printed on one line."""
@@ -59,7 +73,8 @@ def test_figure_is_written(tmp_path: Path, tool: Tool, monkeypatch: pytest.Monke
     assert told["runs"][0]["slow"] == {"shard": 1}
     without_drawing(monkeypatch)
     shown = tool("plot", run, "--out", tmp_path / "plot.svg")
-    assert "a$_{$b\\nFAKED  finished\\u202e: median 5" in shown and "1 slow step" in shown
+    assert "a$_{$b\\nFAKED  finished\\u202e: median 5" in shown
+    assert "slow steps: 1 waiting for data" in shown
     assert ".png or .svg" in tool("plot", run, "--out", tmp_path / "a.gif", status=2)
 
 

@@ -12,8 +12,9 @@ from tools.runs.runs import Run
 
 NOT_A_STEP = "DIAGNOSTIC"  # label of validations of averaged weights, off the curve of training
 AXES = ("steps", "tokens", "seconds")
-SLOW_DEVIATIONS = 6.0  # median absolute deviations above the median from which an interval is slow ...
-SLOW_SHARE = 0.03  # ... and at least this part above the median
+NEIGHBORS = 20  # intervals on either side, whose median says what a step takes around here
+SLOW_DEVIATIONS = 6.0  # median absolute deviations above that median from which an interval is slow ...
+SLOW_SHARE = 0.03  # ... and at least this part above it
 FIRST_STEPS = 10  # slow ones up to here are compilation, autotuning or first allocations, whatever else is
 PUBLISHED_SHARD_TOKENS = 100_000_000  # every full shard of the published exports
 SMOOTHED_SHARE = 0.03  # of all samples: how many on either side a smoothed one is the mean of
@@ -147,24 +148,36 @@ def _product(step: int, batch: int | None) -> float | None:
 
 
 def step_times(run: Run) -> list[StepTime]:
-    """Mean step duration between consecutive lines with the clock, the slow ones with their likely cause."""
+    """Mean step duration between consecutive lines with the clock, the slow ones with their likely cause.
+
+    An interval is slow compared to its neighbors, not to the whole run: steps get slower for good when depth
+    recurrence turns on, and for a while when the machine is busy.
+    """
     times = []  # (step before, last step, milliseconds of one step between)
     for (start, start_ms), (stop, stop_ms) in pairwise([(0, 0.0), *_clock(run)]):
         if stop > start and stop_ms > start_ms:
             times.append((start, stop, (stop_ms - start_ms) / (stop - start)))
     if not times:
         return []
-    median = statistics.median(ms for _, _, ms in times)
-    spread = statistics.median(abs(ms - median) for _, _, ms in times)
-    limit = median + max(SLOW_DEVIATIONS * spread, SLOW_SHARE * median)
+    medians = local_medians([ms for _, _, ms in times])
+    spread = statistics.median(abs(ms - median) for (_, _, ms), median in zip(times, medians, strict=True))
     marked = []
     waits = {e.step: e.number("data_wait_max_ms") or 0.0 for e in run.events if e.kind == "train"}
-    for start, stop, ms in times:
+    for (start, stop, ms), median in zip(times, medians, strict=True):
         cause = None
-        if ms > limit:
+        if ms > median + max(SLOW_DEVIATIONS * spread, SLOW_SHARE * median):
             cause = _cause(start, stop, (ms - median) * (stop - start), run, waits.get(stop))
         marked.append(StepTime(stop, ms, cause))
     return marked
+
+
+def local_medians(values: Sequence[float]) -> list[float]:
+    """For each value, the median of itself and up to NEIGHBORS values on either side.
+
+    It follows a step from one level to another without delay, because the new level fills half of the window
+    from its first value on.
+    """
+    return [statistics.median(values[max(0, i - NEIGHBORS) : i + NEIGHBORS + 1]) for i in range(len(values))]
 
 
 def _clock(run: Run) -> list[tuple[int, float]]:

@@ -74,9 +74,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(path_of(out))
     for found in statistics_of_runs:
-        slow = [f"{count} slow step{'s' if count > 1 else ''}, {CAUSE_NAMES[cause]}"
-                for cause, count in found["slow"].items()]  # fmt: skip
-        print(f"  {found['run']}: median {found['median_ms']} ms/step; {'; '.join(slow) or 'no slow steps'}")
+        slow = ", ".join(f"{count} {CAUSE_NAMES[cause]}" for cause, count in found["slow"].items())
+        print(f"  {found['run']}: median {found['median_ms']} ms/step; slow steps: {slow or 'none'}")
     return 0
 
 
@@ -302,7 +301,6 @@ def _draw_scores(axes: Axes, found: Run, color: str, axis: str) -> list[float]:
         heights.append(final.loss)
         axes.plot([1.01 * end, 1.05 * end], [final.loss] * 2, "-", color=color, linewidth=3)
     return heights
-
 
 
 
