@@ -33,8 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if hasattr(config, "workerinput"):  # of the whole suite: some test uses it, and so does the server
         import torch._dynamo
-    # Runs after all other exit handlers. What still writes then is Triton: a hundred lines about bindings that
-    # it leaks, below the results.
+    # Runs after all other exit handlers. Only Triton still writes then: a hundred lines about what its
+    # bindings leak, below the results.
     atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
     torch.set_num_threads(1)
     start_server()
