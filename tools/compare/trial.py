@@ -1,22 +1,22 @@
-"""`try [SETTING=VALUE …]`: is my change better? Trains the base and yours in pairs, and ends with a verdict.
+"""`try [SETTING=VALUE …]`: is my change better? Trains it against the base in pairs, and gives a verdict.
 
     python -m tools try MATRIX_LR=0.02            # a setting
     python -m tools try                           # what you have edited in train_gpt.py, against main
     python -m tools try MY_TECHNIQUE=1 --base HEAD --seeds 12
 
-A pair is one seed, trained by both sides: the same first weights, order of the data, dtype, threads and
-number of steps. From the fourth pair on, it looks at the differences after each (new − base in bits per byte,
-negative is better), and stops once they show something; the level of a look allows for all the others. The
-last line begins with
+A pair is one seed, trained by both sides, with the same initial weights, data order, dtype, threads and
+number of steps. From the fourth pair on, it looks at the differences after every pair (new − base in bits per
+byte, negative is better) and stops once they show something; the test is strict enough to look that often.
+The last line begins with
 
     keep        it gains: the interval is below zero
     drop        it hurts, or a useful gain (--useful) is excluded
     undecided   about N more seeds would decide
 
-and the exit status is 0, 1 or 3. It is 2 if there is nothing to compare or a run failed. Scoring code,
-data and budget must be the same on both sides. Started again, a try goes on where it was; --seeds may be
-larger then. Its runs are in runs/try/NAME, with both scripts as they were when it began. runs/try/log.jsonl
-has a line for each verdict.
+and the exit status is 0, 1 or 3 to match. It is 2 if there is nothing to compare or a run failed. Scoring
+code, data and budget must be the same on both sides. If you start a try again, it continues where it
+stopped; a larger --seeds adds pairs. Its runs are in runs/try/NAME, with both scripts as they were when it
+began. runs/try/log.jsonl has a line for each verdict.
 """
 
 from __future__ import annotations
