@@ -1,4 +1,4 @@
-"""A public training script beside this one: bits per byte after equal seconds of one CPU core.
+"""Race a public training script against this one: bits per byte after equal seconds on one CPU core.
 
     python benchmarks/beside.py ~/parameter-golf/train_gpt.py --seconds 60
         [--seeds 42 1337 2025] [--only theirs ours ...] [--runs DIR]
@@ -6,8 +6,8 @@
         [--theirs NAME=VALUE ...] [--as-theirs configs/pr549.env]
         [--data data/datasets/fineweb_sample_sp1024 --tokenizer data/tokenizers/fineweb_1024_bpe.model]
 
-PATH is your own copy of a script that `benchmarks/upstream.py` can run. A copy that is not the challenge's
-own baseline has another name than `train_gpt.py`, such as `pr549_train_gpt.py`. The sides:
+PATH is your own copy of a script that `benchmarks/upstream.py` can run. Unless it is the challenge's own
+baseline, name the copy something other than `train_gpt.py`, such as `pr549_train_gpt.py`. The sides:
 
     theirs             PATH with its own defaults, reading the shards as it does; --theirs changes settings
     theirs-shuffled    the same on the sequences that ours trains on
@@ -16,13 +16,13 @@ own baseline has another name than `train_gpt.py`, such as `pr549_train_gpt.py`.
     ours-in-order      this script with the settings of --config and --set, reading the shards in order
     ours               the same on shuffled sequences
 
-`as-theirs` minus `theirs` is what the implementation brings, `ours` minus `as-theirs` the recipe. All sides
-share the config's width, depth, heads, MLP, vocabulary, sequence length and tokens per step, and get the
-same CPU seconds of training. Each is then scored without overlap on the same first part of the validation
-text: after quantization, or before it where PATH does not quantize like the baseline. If PATH keeps an
-average of its weights, the average and the last weights are both scored and the better ones count.
+`as-theirs` minus `theirs` is what the implementation gains, and `ours` minus `as-theirs` what the recipe
+gains. All sides share the config's width, depth, heads, MLP, vocabulary, sequence length and tokens per step,
+and get the same CPU seconds of training. Each is then scored in windows that don't overlap, on the same first
+part of the validation text: after quantization, or before it if PATH doesn't quantize like the baseline. If
+PATH keeps an average of its weights, both the average and the last weights are scored, and the better counts.
 
-Run it again to continue: what is finished in DIR is kept.
+Run it again to continue: finished runs in DIR are kept.
 """
 
 import argparse
@@ -270,17 +270,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("path", type=Path, help="your copy of a public train_gpt.py")
-    parser.add_argument("--seconds", type=float, required=True, help="of the CPU, of training alone")
+    parser.add_argument("--seconds", type=float, required=True, help="CPU seconds of training")
     parser.add_argument("--seeds", nargs="+", default=["42", "1337", "2025"])
     parser.add_argument("--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE")
-    parser.add_argument("--runs", type=Path, help="folder of the runs (default: below runs/)")
-    parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env", help="of ours")
+    parser.add_argument("--runs", type=Path, help="folder for the runs (default: one in runs/)")
+    parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env", help="our settings")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
     parser.add_argument("--theirs", nargs="*", default=[], metavar="NAME=VALUE", help="settings of PATH")
-    parser.add_argument("--as-theirs", type=Path, metavar="CONFIG", help="what PATH is in our settings")
-    parser.add_argument("--data", type=Path, default=SAMPLE, help="folder of shards (the built-in sample)")
+    parser.add_argument("--as-theirs", type=Path, metavar="CONFIG", help="our config that matches PATH")
+    parser.add_argument("--data", type=Path, default=SAMPLE, help="folder of shards (default: the sample)")
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="SentencePiece model of the shards")
-    parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score")
+    parser.add_argument("--val-tokens", type=int, default=200_000, help="number of targets to score")
     arguments = parser.parse_args(argv)
     for item in (*arguments.set, *arguments.theirs):
         if "=" not in item:

@@ -1,16 +1,17 @@
-"""Whether this machine runs train_gpt.py as it should: about ten minutes on one GPU, one page, PASS or FAIL.
+"""Does this machine run train_gpt.py as it should? About ten minutes on one GPU, one page, PASS or FAIL.
 
     make gpu-check      or      python benchmarks/gpu_check.py [--out FOLDER] [--only kernels run ranks]
     CONFIG=configs/h100_1gpu.env MICRO_BATCH_TOKENS=32768 python benchmarks/gpu_check.py --memory 1
 
-The second command prints the memory per GPU of a run on that many GPUs, by a formula; it needs no GPU.
+The second command uses a formula to print the memory that a run on that many GPUs takes on each. It works
+without a GPU.
 
-Settings come from the environment, as for the script. Each stage is a process with a time limit of its own,
-which leaves room for cold compilation:
+Settings come from the environment, as they do for the script. Each stage is a process with a time limit of
+its own, which leaves room for cold compilation:
 
     kernels  which implementations the script chooses at the shapes of a micro-batch, and the time of each
-    run      40 steps as one of eight ranks over all graphs, the end of a run, and 50 documents with
-             adapters; nothing may be compiled in training or in evaluation
+    run      40 steps as one of eight ranks with all graphs, the end of a run, and 50 documents with
+             adapters; nothing may be compiled during training or evaluation
     ranks    with several GPUs: the whole program on all of them, with 30 s of training
 
 A stage that fails does not stop the others. An interrupted check prints what it has. Exit status: 0 if all
@@ -509,7 +510,7 @@ def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__fil
     folder = REPO / "runs" / time.strftime("gpu-check-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, default=folder, help="new folder")
     parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE")
-    parser.add_argument("--memory", type=int, metavar="GPUS", help="print the memory of a run, check nothing")
+    parser.add_argument("--memory", type=int, metavar="GPUS", help="print a run's memory, check nothing")
     given = parser.parse_args(arguments)
     if given.memory is not None:
         if given.memory < 1:

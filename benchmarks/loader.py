@@ -1,11 +1,11 @@
-"""What a step pays for its batches with TRAIN_PREFETCH and without, on a GPU also without TRAIN_COPY_STREAM.
+"""What a step pays for its batches: with TRAIN_PREFETCH, without it, and on a GPU without TRAIN_COPY_STREAM.
 
     python benchmarks/loader.py --turns 12
     torchrun --standalone --nproc_per_node=2 benchmarks/loader.py --turns 12 --disk-ms 50
 
-The steps of --config, with --set on top, are timed in turns on whatever device it finds; --disk-ms delays
-each read of a shard. All ways must read the same stream, and on a CPU their losses must be equal, too. (On a
-GPU, attention adds up its gradients in any order.)
+The steps of --config, with --set on top, are timed in turns on the device that a run would use; --disk-ms
+delays each read of a shard. All three must read the same stream, and on a CPU their losses must be equal,
+too. (On a GPU, attention adds up its gradients in any order.)
 """
 
 import argparse
@@ -148,11 +148,11 @@ def main() -> None:
     escape_unprintable()
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--turns", type=int, default=12, help="turns of each way")
+    parser.add_argument("--turns", type=int, default=12, help="number of turns of each")
     parser.add_argument("--turn-steps", type=int, default=10, help="steps per turn")
-    parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env", help="of the run")
+    parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env", help="settings")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
-    parser.add_argument("--disk-ms", type=float, default=0.0, help="added to each read of a shard")
+    parser.add_argument("--disk-ms", type=float, default=0.0, help="delay of each read of a shard")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     before = conditions()

@@ -1,11 +1,11 @@
-"""This script's training step against a public one's: the same weights, the same batches, loss after loss.
+"""Compare this script's training step with a public one's: same weights, same batches, loss after loss.
 
     python benchmarks/parity.py pr549 ~/parameter-golf/records/.../train_gpt.py
         --data data/datasets/fineweb_sample_sp1024 [--steps 5] [NUM_LAYERS=6 ...]
 
-PATH is your own copy of the script; `benchmarks/upstream.py` runs it on the CPU. Both get the same variables,
-by the names that the public script has, and ours the configuration of that system beneath them; our first
-weights are copied over under its names. Ends with status 1 where a loss differs by more than 1e-3 nats.
+PATH is your own copy of the script, which `benchmarks/upstream.py` runs on the CPU. Both get the same
+variables under the public script's names, on top of that system's config for ours, and our initial weights
+are copied over. The exit status is 1 if a loss differs by more than 1e-3 nats.
 """
 
 import argparse
@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables for both")
     parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_train_*.bin")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=4, help="sequences of a step")
+    parser.add_argument("--rows", type=int, default=4, help="sequences per step")
     arguments = parser.parse_intermixed_args()
     for pair in arguments.settings:
         if "=" not in pair:

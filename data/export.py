@@ -582,28 +582,28 @@ def require_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    command = argparse.ArgumentParser(description="Documents to a tokenizer, shards and a manifest.")
+    command = argparse.ArgumentParser(description="Turn documents into a tokenizer, shards and a manifest.")
     command.add_argument("--docs", type=Path, nargs="+", required=True, metavar="FILE",
                          help="documents: *.jsonl (one JSON object per line) or plain text, in this order")
-    command.add_argument("--name", required=True, help="name of the dataset: DIR/datasets/NAME")
+    command.add_argument("--name", required=True, help="name of the dataset, which goes to DIR/datasets/NAME")
     command.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, metavar="DIR",
                          help="folder for datasets/ and tokenizers/ (default: that of this script)")
     tokenizer = command.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", type=Path, metavar="MODEL", help="SentencePiece model to use")
     tokenizer.add_argument("--train-tokenizer", type=positive, metavar="PIECES",
-                           help="train DIR/tokenizers/NAME.model with this many pieces first")
+                           help="first train DIR/tokenizers/NAME.model with this many pieces")
     command.add_argument("--tokenizer-docs", type=positive, default=TOKENIZER_DOCUMENTS, metavar="N",
-                         help="documents to train on; memory grows with them (default: %(default)s)")
+                         help="documents to train it on; more take more memory (default: %(default)s)")
     command.add_argument("--official-tokenizer-recipe", action="store_true",
                          help="train as the challenge's exporter does: from document 0 on, validation "
                               f"included, and without documents over {OFFICIAL_SENTENCE_BYTES} bytes")
     command.add_argument("--tokenizer-only", action="store_true", help="stop after training the tokenizer")
     command.add_argument("--variant", choices=VARIANTS, default=PLAIN,
                          help="caseops: lossless case transform, with a byte sidecar for validation; "
-                              "caseops_fused: the same with its marks before the space of a word, a shorter "
-                              "stream (default: %(default)s)")
+                              "caseops_fused: the same with each mark before the space of its word, which "
+                              "takes fewer tokens (default: %(default)s)")
     command.add_argument("--val-docs", type=positive, default=OFFICIAL_VAL_DOCUMENTS, metavar="N",
-                         help="the first N documents are validation (default: the official %(default)s)")
+                         help="the first N documents become validation (default: the official %(default)s)")
     command.add_argument("--max-train-shards", type=natural, metavar="N", help="stop after N training shards")
     command.add_argument("--shard-tokens", type=positive, default=OFFICIAL_SHARD_TOKENS, metavar="N",
                          help="tokens per shard (default: the official %(default)s)")
@@ -613,8 +613,8 @@ def parser() -> argparse.ArgumentParser:
                          help="key of the text in a JSON line (default: %(default)s)")
     command.add_argument("--separator", default="<|endoftext|>",
                          help="line that ends a document of plain text (default: %(default)s)")
-    command.add_argument("--source", help="origin to note in the manifest (default: the files' names)")
-    command.add_argument("--revision", help="version to note in the manifest (default: the sha256)")
+    command.add_argument("--source", help="origin to record in the manifest (default: the files' names)")
+    command.add_argument("--revision", help="version to record in the manifest (default: the sha256)")
     return command
 
 
@@ -691,7 +691,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         source.require_text()
         if len({path.resolve() for path in options.docs}) < len(options.docs):
-            raise DataError("--docs: a file is given twice; its validation documents would be trained on")
+            raise DataError("--docs: a file is given twice, so its validation documents would be trained on")
         tokenizer_path = place_tokenizer(options, source)
         if options.tokenizer_only:
             return 0

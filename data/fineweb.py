@@ -723,22 +723,22 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--variant", required=True,
                          help=f"{', '.join(VARIANTS)}, or with --repo any other name")
     command.add_argument("--train-shards", type=int, default=DEFAULT_TRAIN_SHARDS, metavar="N",
-                         help="training shards of 200 MB, from the first (default: %(default)s)")
+                         help="how many training shards, of 200 MB each (default: %(default)s)")
     command.add_argument("--repo", help="dataset repository OWNER/NAME (default: by variant)")
     command.add_argument("--dataset", help="folder of the shards (default: by variant, fineweb10B_VARIANT)")
     command.add_argument("--tokenizer", help="tokenizer file (default: by variant, fineweb_SIZE_bpe.model)")
     command.add_argument("--root", default=REMOTE_ROOT,
-                         help="its folder that holds datasets/ and tokenizers/ (default: %(default)s)")
-    command.add_argument("--revision", help="commit, branch or tag (default: the one here, else main)")
+                         help="the repository's folder of datasets/ and tokenizers/ (default: %(default)s)")
+    command.add_argument("--revision", help="commit, branch or tag (default: that of earlier downloads)")
     command.add_argument("--with-docs", action="store_true",
-                         help=f"fetch {DOCUMENTS_FILE} too, for export.py (48 GB)")
+                         help=f"also fetch {DOCUMENTS_FILE}, for export.py (48 GB)")
     command.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, metavar="DIR",
                          help="folder for datasets/ and tokenizers/ (default: that of this script)")
     command.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N",
                          help="files fetched at a time (default: %(default)s)")
     mode = command.add_mutually_exclusive_group()
-    mode.add_argument("--dry-run", action="store_true", help="print the plan, fetch nothing")
-    mode.add_argument("--verify", action="store_true", help="re-read the local files, offline")
+    mode.add_argument("--dry-run", action="store_true", help="print the plan without fetching anything")
+    mode.add_argument("--verify", action="store_true", help="check the local files again, offline")
     return command
 
 

@@ -22,13 +22,13 @@ VERBS: dict[str, tuple[str, str]] = {
     "prove": ("tools.audit.audit", "try to refute the scores of a script by experiment"),
     "diff": ("tools.compare.diff", "compare two runs or folders: settings, code, metrics, losses"),
     "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),
-    "try": ("tools.compare.trial", "is a change better? trains base and change in pairs until it knows"),
+    "try": ("tools.compare.trial", "find out whether a change is better: train it and the base in pairs"),
     "sweep": ("tools.compare.sweep", "run settings x seeds from one file, and compare them in pairs"),
-    "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
-    "export": ("tools.compare.export", "write a run's steps for TensorBoard or wandb"),
+    "plot": ("tools.compare.plot", "plot loss, bits per byte and step times"),
+    "export": ("tools.compare.export", "write a run's steps for TensorBoard or wandb, or its weights"),
     "summary": ("tools.summary", "print the result of a run in ten lines"),
-    "timeline": ("tools.trace.timeline", "draw a trace of TRACE_STEPS, lane by lane"),
-    "generate": ("tools.generate", "write text after a prompt from a run's artifact"),
+    "timeline": ("tools.trace.timeline", "draw the trace that TRACE_STEPS recorded, lane by lane"),
+    "generate": ("tools.generate", "continue a prompt with a run's artifact"),
 }
 MADE_BY_MAKE = REPO / ".venv" / "bin" / "python"
 EXIT_USAGE = 2  # argparse's own status for a bad command line; used for bad inputs too
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return EXIT_USAGE
         if more:
-            left_over = f"{args.verb}: {shlex.join(more)} is left over"
+            left_over = f"{args.verb}: did not expect {shlex.join(more)}"
             parser.error(f"{left_over}; a pattern like *_Base may match two folders: name one of them")
         return _run(args)
     except ModuleNotFoundError as error:
@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
         print(printable(f"tools {args.verb}: {error}"), file=sys.stderr)
         return EXIT_USAGE
     except UnicodeEncodeError as error:
-        sentence = f"this locale has no such name: {error}; set LC_ALL=C.UTF-8"
+        sentence = f"this locale cannot encode a name: {error}; set LC_ALL=C.UTF-8"
         print(printable(f"tools {args.verb}: {sentence}"), file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:  # the reader, such as `head`, has seen enough

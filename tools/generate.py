@@ -1,6 +1,6 @@
-"""`generate`: text that a run's artifact writes after a prompt. It needs only that file and its tokenizer.
+"""`generate MODEL PROMPT`: continue a prompt with a run's artifact. It needs only that and its tokenizer.
 
-A CaseOps tokenizer is known by its pieces: the prompt is coded for it, and what is written is read back.
+A CaseOps tokenizer is recognized by its pieces. The prompt is then coded for it, and the text decoded.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to write (default: 200)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)"
+        "--temperature", type=float, default=0.8, help="0: always take the likeliest token (default: 0.8)"
     )
     parser.add_argument(
         "--top-k", type=int, default=40, metavar="N",
-        help="sample from the N likeliest tokens; 0: from all (default: 40)",
+        help="sample from the N likeliest tokens; 0: from all tokens (default: 40)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=1337, help="seed of the sampling (default: 1337)")
+    parser.add_argument("--seed", type=int, default=1337, help="seed for sampling (default: 1337)")
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="default: the one that config.env next to the artifact names"
+        "--tokenizer", metavar="FILE", help="default: the one named in the config.env next to the artifact"
     )
 
 

@@ -1,7 +1,7 @@
 """`summary RUN`: the result of a run in ten lines: scores, simple compressors on the same text, bytes, speed.
 
-For comparison, the same text is compressed by `xz -9` and by a model of token pairs that has read as much of
-the training data as the run.
+For comparison, the same text is compressed with `xz -9`, and with a table of token pairs counted in as much
+training data as the run has read.
 """
 
 from __future__ import annotations

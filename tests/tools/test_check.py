@@ -470,7 +470,7 @@ def test_a_file_that_gives_nothing_is_named_with_its_first_line(tmp_path: Path, 
     (folder / "train.log").rename(folder / "train.log.gz")
     (found,) = [f for f in fails(folder) if f.check == "A2"]
     assert found.text == "it has no log: no file ends in .log or .txt"
-    assert "`train.log.gz` is packed and was not read" in [f.text for f in audit(folder)]
+    assert "`train.log.gz` is compressed and was not read" in [f.text for f in audit(folder)]
     (folder / "TRAIN_SEED1337.LOG").write_text(PLAIN_A)
     assert fails(folder) == []
 

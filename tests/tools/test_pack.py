@@ -177,7 +177,7 @@ def test_a_new_setting_without_a_source_is_named(
     assert "names no source" not in capsys.readouterr().out
     runs = make_runs(tmp_path / "new", 1, config=after)
     pack(tmp_path / "records", runs, "--baseline", str(base), name="New")
-    assert "names no source of GAIN;" in capsys.readouterr().out
+    assert "names no source for GAIN;" in capsys.readouterr().out
 
 
 def test_baseline_gives_diff_and_comparison(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, refusal: Tool) -> None
         "is not the code that ran": {"code": {"sha256": "0" * 64}},
         "was continued with different code": {"code": {"sha256": f"{'1' * 64} after {'0' * 64}"}},
         "summary.json says 43": {"seed": 43},
-        "says MATRIX_LR=0.02, the run ended with 0.03": {"config": {**CONFIG, "MATRIX_LR": "0.03"}},
+        "says MATRIX_LR=0.02, but the run ended with 0.03": {"config": {**CONFIG, "MATRIX_LR": "0.03"}},
     }
     for number, (message, change) in enumerate(changes.items()):
         run = make_run(tmp_path / "runs" / str(number), 42, summary_changes=change)

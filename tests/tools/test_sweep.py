@@ -215,7 +215,7 @@ def test_a_folder_that_is_named_holds_the_runs_beside_others(
 @pytest.mark.parametrize(("before", "after", "message"), [
     ("low: ", "low: MATRIX_LRR=1 ", "did you mean MATRIX_LR?"),
     ("low: MATRIX_LR=0.02", "low: MATRIX_LR=x", "row low: MATRIX_LR='x'"),
-    ("low: ", "low: SEED=4 ", "is set for each run by itself"),
+    ("low: ", "low: SEED=4 ", "is set automatically for each run"),
     ("low: ", "base: ", "a name that is already taken"),
     ("low: ", "low ", "is not NAME: SETTING=VALUE"),
     ("low: ", "low: of=high ", "expected the name of a row above it: base"),

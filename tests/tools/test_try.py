@@ -157,7 +157,7 @@ def test_what_the_shell_sets_is_for_both_sides_and_named(
     assert "from the shell, for both sides: MATRIX_LR=0.02" in lines
     # And a base that does not know it is no reason to guess another name.
     monkeypatch.setattr(trial, "config_class", lambda _: lambda: SimpleNamespace(as_env=dict))
-    with pytest.raises(RecordError, match="is for both sides: write it after try, MATRIX_LR=VALUE"):
+    with pytest.raises(RecordError, match="set both sides, so write it after try: MATRIX_LR=VALUE"):
         trial.refuse_unknown({"MATRIX_LR": "0.02"}, Path("base.py"), "main")
 
 
@@ -213,7 +213,7 @@ def test_the_next_try_knows_what_pairs_can_show_and_what_was_kept(try_it: Try, p
 @pytest.mark.parametrize(("words", "message"), [
     ((), "both sides are the same: base.py is the script of base.py, and no setting differs"),
     (("MATRIX_LR=x",), "MATRIX_LR='x'"), (("MATRIX_LR",), "is not SETTING=VALUE"),
-    (("SEED=2",), "is set for each run by itself"), (("MATRIX_LRR=1",), "MATRIX_LRR is not a setting"),
+    (("SEED=2",), "is set automatically for each run"), (("MATRIX_LRR=1",), "MATRIX_LRR is not a setting"),
     (("ITERATIONS=20",), "ITERATIONS=10 → 20: budget and scoring must be the same"),
     (("EVAL_STRIDE=16",), "EVAL_STRIDE > 0=False → True"), (("CPU_THREADS=1",), "CPU_THREADS=0 → 1"),
     (("DATA_PATH=elsewhere",), "fineweb_val_000000.bin differ"),

@@ -125,7 +125,7 @@ def test_one_run_counts_one_number_of_bytes(tmp_path: Path) -> None:
 def test_pack_refuses_bytes_that_nobody_audited(tmp_path: Path, tool: Tool) -> None:
     run = scored_run(tmp_path / "run", audited=TEXT_BYTES - 1)
     told = tool("pack", run, "--name", "N", "--records", tmp_path / "r", status=2)
-    assert f"counted {TEXT_BYTES} bytes of text, but its data was audited with {TEXT_BYTES - 1}" in told
+    assert f"counted {TEXT_BYTES} bytes of text, but its data holds {TEXT_BYTES - 1}" in told
 
 
 @pytest.mark.usefixtures("official")

@@ -1,9 +1,11 @@
-"""`prove SCRIPT`: experiments that try to refute a score. `prove --replay RUN` scores a run again.
+"""`prove SCRIPT`: try to refute a script's scores by experiment. `prove --replay RUN` scores a run again.
 
-Exit status 0: nothing refuted it; 1: refuted; 2: not all could be asked. The script runs in a box, by its
-own `main`, and its answers are files. The laws: no score depends on a later token; probabilities sum to one;
-every figure is the sum of one ledger over the bytes that the auditor counts; the artifact knows nothing of
-the validation text, and is all that scoring knows; ranks, compiled code and clocks change no score.
+The script's own `main` runs in a sandbox, and its answers are the files it writes. The laws: no score depends
+on a later token; probabilities sum to one; every reported number is the sum of one ledger over the bytes that
+the auditor counts; the artifact knows nothing about the validation text, and scoring knows nothing but the
+artifact; ranks, compiled code and clocks change no score.
+
+Exit status: 0 nothing refuted it, 1 refuted, 2 not everything could be checked.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", type=Path, nargs="?", metavar="SCRIPT", help="a train_gpt.py")
     parser.add_argument("--config", type=Path, metavar="FILE", help="audit these settings, not the defaults")
     names = ", ".join(law.name for law in LAWS)
-    parser.add_argument("--only", metavar="A,B", help=f"only these laws; no verdict on others: {names}")
-    parser.add_argument("--replay", type=Path, metavar="RUN", help="score documents of a run directory again")
-    parser.add_argument("--documents", type=int, metavar="N", help="for --replay: how many")
-    parser.add_argument("--seed", type=int, metavar="N", help="for --replay: draw the documents of this seed")
+    parser.add_argument("--only", metavar="A,B", help=f"check only some of the laws: {names}")
+    parser.add_argument("--replay", type=Path, metavar="RUN", help="score documents of a finished run again")
+    parser.add_argument("--documents", type=int, metavar="N", help="for --replay: the number of documents")
+    parser.add_argument("--seed", type=int, metavar="N", help="for --replay: seed for drawing them")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
 
 
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         for line in verdict.not_run:
             print(f"  not run: {line}")
         if verdict.not_run:
-            print(f"  {len(verdict.not_run)} branches were not run, and nothing is said about them")
+            print(f"  {len(verdict.not_run)} branches were not run, so the audit says nothing about them")
             print(f"  the largest worlds had {verdict.largest}; --replay covers what a real run did")
         took = f"{time.monotonic() - began:.0f} s, {cpu_seconds():.0f} s of CPU time"
         print(f"{named}: {verdict}; {len(verdict.passed)} experiments in {took}")
@@ -75,10 +77,10 @@ def chosen(names: str | None) -> list[Law]:
     wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
     known = {law.name: law for law in LAWS}
     if not wanted:
-        raise RecordError(f"--only names no law; there are {', '.join(known)}")
+        raise RecordError(f"--only names no law; the laws are {', '.join(known)}")
     for name in wanted:
         if name not in known:
-            raise RecordError(f"--only {name}: no such law; there are {', '.join(known)}")
+            raise RecordError(f"--only {name}: no such law; the laws are {', '.join(known)}")
     return [known[name] for name in wanted]
 
 

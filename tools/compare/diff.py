@@ -1,9 +1,9 @@
-"""`diff BASE NEW`: scores, settings, code, metrics, losses; runs and folders alike.
+"""`diff BASE NEW`: compare the scores, settings, code, metrics and losses of two runs or record folders.
 
-A difference is new − base: negative is better. Its p is two-sided, of a paired t-test where both sides have
-the same seeds, else of Welch's. The challenge's one-sided rule for records has lines of its own.
+A difference is new − base: negative is better. Its p is two-sided, from a paired t-test if both sides have
+the same seeds, or else from Welch's t-test. The challenge's one-sided rule for records has lines of its own.
 
-It names what else makes two runs hard to compare: dtype, device, threads, torch, number of ranks.
+It also names what else makes the two hard to compare: dtype, device, threads, torch, number of ranks.
 `plot BASE NEW` draws the curves of both.
 """
 

@@ -1,8 +1,8 @@
-"""`export RUN… --to tensorboard|wandb`, or `--weights`: what other programs read.
+"""`export RUN… --to tensorboard|wandb`, or `--weights`: write what other programs can read.
 
-TensorBoard gets a folder of event files in each run, wandb an offline run that `wandb sync` uploads: losses,
-scores, learning rate, milliseconds per step and tokens per second. `--weights` writes the weights of the
-artifact, as scores read them, into model.safetensors. Each needs a package of its own.
+TensorBoard gets a folder of event files in each run, and wandb an offline run that `wandb sync` uploads. Both
+get losses, scores, learning rate, milliseconds per step and tokens per second. `--weights` writes the weights
+as the scores read them from the artifact into model.safetensors. Each of the three needs its own package.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Values = dict[str, float]  # by the name that they are drawn under
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, finished or not")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--to", choices=sorted(WRITERS), help="the program that draws the steps")
+    what.add_argument("--to", choices=sorted(WRITERS), help="the program to export steps for")
     what.add_argument("--weights", action="store_true", help="write the weights as safetensors")
     parser.add_argument("--out", type=Path, help="folder to write into (default: each run directory)")
-    parser.add_argument("--project", default="train_gpt", help="project of wandb")
+    parser.add_argument("--project", default="train_gpt", help="name of the wandb project")
 
 
 def run(args: argparse.Namespace) -> int:

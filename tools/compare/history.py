@@ -61,12 +61,12 @@ class Spread:
         """The smallest difference that N pairs can show; or that the first pairs will measure it."""
         known = self.pooled()
         if known is None:
-            return ("what this budget can resolve on this machine is not known yet: the first pairs will "
-                    "measure the spread")  # fmt: skip
+            return ("how small a difference this budget can show on this machine is not known yet: the first "
+                    "pairs will measure it")  # fmt: skip
         spread, pairs = known
         sizes = ", ".join(f"{count} pairs {size:.4f}" for count, size in resolution(spread).items())
         return (f"differences have a standard deviation of {spread:.4f} here ({pairs} earlier pairs), so the "
-                f"smallest mean difference that can be shown is: {sizes}")  # fmt: skip
+                f"smallest mean difference that a try can show is, with {sizes}")  # fmt: skip
 
     def add(self, name: str, differences: Sequence[float]) -> None:
         """Keep the differences of a try, and replace those that it had."""

@@ -37,7 +37,7 @@ def scoring_code(script: Path) -> dict[str, str]:
     names = [banner[1] for banner in banners]
     if SCORING_SECTION not in names[:-1]:
         raise RecordError(f"{script} has no section {SCORING_SECTION} between lines of =, so try cannot see "
-                          "whether it scores as the other side does; compare them with sweep")  # fmt: skip
+                          "whether both sides score in the same way; compare them with sweep")  # fmt: skip
     place = names.index(SCORING_SECTION)
     found = {}
     for statement in ast.parse(source).body:

@@ -1,8 +1,8 @@
 """`runs [FOLDER …]`: one table of many runs, finished or not, from their summaries and logs.
 
-A row has the score that counts in bits per byte, those of the stages before it, steps, milliseconds per step,
-bytes, the state of the run, and the settings that differ between the rows. Settings that do not fit into 120
-columns are listed below the table.
+Each row has the headline score and those of the earlier stages in bits per byte, steps, milliseconds per
+step, bytes, the state of the run, and the settings that differ between the rows. Settings that don't fit into
+120 columns are listed below the table.
 """
 
 from __future__ import annotations

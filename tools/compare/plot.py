@@ -1,8 +1,8 @@
-"""`plot RUN…`: training and validation loss by tokens, with the final scores, and milliseconds per step.
+"""`plot RUN…`: plot training and validation loss by tokens, the final scores, and milliseconds per step.
 
-Two arguments, runs or records, are also drawn against each other: new − base, seed by seed where they have
-the same seeds, with its 95% band. `--all` adds loss by seconds, the second half, bits per byte and the
-distribution of step times. `--follow` draws again while the runs are under way.
+With two arguments, runs or records, it also plots new − base with a 95% band, seed by seed if they have the
+same seeds. `--all` adds loss by seconds, the second half of the loss, bits per byte, and the distribution of
+step times. `--follow` redraws the plot while the runs go on.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="more panels")
     parser.add_argument("--json", action="store_true", help="print step-time statistics as JSON")
-    parser.add_argument("--follow", action="store_true", help="draw again until all runs have finished")
+    parser.add_argument("--follow", action="store_true", help="redraw until all runs have finished")
     parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS",
-                        help="between drawings of --follow (default: 10)")  # fmt: skip
+                        help="how often --follow redraws (default: 10)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -80,7 +80,7 @@ def read_sweep(path: Path, environ: Mapping[str, str] = os.environ) -> Sweep:
             rows[name] = read_row(path, name, given, start, rows, environ)
     if not rows:
         raise RecordError(
-            f"{path}: no row; expected a line NAME: SETTING=VALUE … next to {', '.join(RESERVED)}"
+            f"{path}: no row; expected a line NAME: SETTING=VALUE … in addition to {', '.join(RESERVED)}"
         )
     seeds = found.get("seeds") or [environ.get("SEED") or Config().as_env()["SEED"]]
     if len(set(seeds)) < len(seeds):
@@ -138,7 +138,7 @@ def pairs(place: str, words: Sequence[str]) -> dict[str, str]:
         if not equals:
             raise RecordError(f"{place}: {word!r} is not SETTING=VALUE")
         if variable in SET_BY_THE_DRIVER:
-            raise RecordError(f"{place}: {variable} is set for each run by itself; for seeds, try has "
+            raise RecordError(f"{place}: {variable} is set automatically for each run; for seeds, try has "
                               "--seeds, and a sweep its line `seeds:`")  # fmt: skip
         found[variable] = value
     return found

@@ -73,7 +73,7 @@ def verdict(differences: Sequence[float], useful: float) -> Verdict:
     about = "more than" if count > LOOKED_AHEAD else "about"
     why = f"{about} {count - pairs} more seeds, if they go on like these"
     if count > MOST_PAIRS:
-        why += f", and the rule allows {MOST_PAIRS} in all: train longer, or look for a larger effect"
+        why += f", but the rule allows {MOST_PAIRS} in all: train longer, or look for a larger effect"
     return Verdict(UNDECIDED, why, interval)
 
 

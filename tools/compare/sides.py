@@ -116,7 +116,7 @@ def budget_settings(path: Path, equal: str) -> dict[str, str]:
         settings.pop(name, None)
     if equal == "steps":
         if "ITERATIONS" not in settings:
-            raise RecordError(f"{path} has no ITERATIONS: add the number of steps, or take --equal seconds")
+            raise RecordError(f"{path} has no ITERATIONS: add the number of steps, or use --equal seconds")
         settings["MAX_WALLCLOCK_SECONDS"] = "0"
     else:
         if settings.get("MAX_WALLCLOCK_SECONDS", "0") in ("0", "0.0"):

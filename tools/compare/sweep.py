@@ -1,4 +1,4 @@
-"""`sweep FILE`: settings × seeds from one small file, then their table, with paired differences.
+"""`sweep FILE`: run settings × seeds from one small file, and print a table with paired differences.
 
     # learning rates of the matrices
     seeds: 1337 42 2025
@@ -8,15 +8,15 @@
     fork: script=../my_fork/train_gpt.py MY_SETTING=1
     slow_adapters: of=base TTT_LORA_LR=0.0001
 
-A line is a name and settings, and goes on after a backslash at its end. The first row is the base of the
-comparison. `seeds` and `all` hold for every row. `start: torchrun --standalone --nproc_per_node=8
-train_gpt.py` is how a run starts, by default `python train_gpt.py`. `script=PATH` replaces the last word of
-that command with another version of train_gpt.py. `of=ROW` trains nothing: it scores the artifact of that row
-and seed again, with its settings and the ones given. Settings of the shell reach every row, unless the row
-has its own.
+A line is a name and its settings; a backslash at its end continues it on the next line. The first row is the
+base of the comparison. `seeds` and `all` apply to every row. `start: torchrun --standalone --nproc_per_node=8
+train_gpt.py` sets the command that starts a run (default: `python train_gpt.py`). `script=PATH` replaces the
+last word of that command with another version of train_gpt.py. `of=ROW` trains nothing: it scores the
+artifacts of that row again, with that row's settings and the ones given here. Settings in the shell apply to
+every row, unless the row has its own.
 
-The runs are in runs/FILE/ROW-seedS. Started again, the sweep skips what is finished and resumes what has a
-checkpoint. A run that has none starts over, and its old directory moves to runs/FILE/stopped. A run that
+The runs are in runs/FILE/ROW-seedS. If you start a sweep again, it skips what is finished and resumes what
+has a checkpoint. A run without one starts over, and its old directory moves to runs/FILE/stopped. A run that
 fails or exceeds a limit ends the sweep.
 """
 
@@ -44,8 +44,8 @@ Scores = dict[str, dict[str, float]]  # of a row: by stage, then by seed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="lines of NAME: SETTING=VALUE …")
     runs = os.environ.get("RUNS_DIR") or "runs"
-    parser.add_argument("--runs", type=Path, default=Path(runs), help=f"folder of sweeps (default: {runs})")
-    parser.add_argument("--folder", type=Path, help="the folder of its runs itself (default: RUNS/FILE)")
+    parser.add_argument("--runs", type=Path, default=Path(runs), help=f"folder for sweeps (default: {runs})")
+    parser.add_argument("--folder", type=Path, help="folder for the runs of this sweep (default: RUNS/FILE)")
     parser.add_argument(
         "--table", action="store_true", help="print the table of existing runs; start nothing"
     )

@@ -87,7 +87,7 @@ class Pair:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("changes", nargs="*", metavar="SETTING=VALUE", help="settings of your side alone")
+    parser.add_argument("changes", nargs="*", metavar="SETTING=VALUE", help="settings of your side only")
     parser.add_argument("--base", metavar="REF|SCRIPT|FOLDER",
                         help="a commit, a script, the folder of a record or run, or "
                         f"`{LAST_KEEP}`: the last try that was kept (default: where the branch left "
@@ -95,20 +95,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--script", type=Path, default=SCRIPT, help="your script (default: train_gpt.py)")
     parser.add_argument("--config", type=Path, metavar="FILE",
                         help="the budget: settings of both sides (default: configs/cpu_try.env)")  # fmt: skip
-    parser.add_argument(
-        "--seeds", type=int, default=8, metavar="N", help=f"pairs at most, up to {MOST_PAIRS} (default: 8)"
-    )
+    parser.add_argument("--seeds", type=int, default=8, metavar="N",
+                        help=f"the most pairs to train, up to {MOST_PAIRS} (default: 8)")  # fmt: skip
     parser.add_argument("--equal", choices=("steps", "seconds"), default="steps",
-                        help="what both sides get: the budget's ITERATIONS, or its "
-                        "MAX_WALLCLOCK_SECONDS")  # fmt: skip
+                        help="what both sides get the same of: the budget's ITERATIONS, or its "
+                        "MAX_WALLCLOCK_SECONDS (default: steps)")  # fmt: skip
     parser.add_argument("--useful", type=float, default=0.005, metavar="BPB",
                         help="smallest gain worth keeping, in bits per byte (default: 0.005)")  # fmt: skip
     parser.add_argument("--start", default=shlex.quote(sys.executable), metavar="COMMAND",
-                        help="what starts a script (default: this Python), such as "
-                        "'torchrun --standalone --nproc_per_node=8'")  # fmt: skip
+                        help="the command that starts a script, such as "
+                        "'torchrun --standalone --nproc_per_node=8' (default: this Python)")  # fmt: skip
     runs = os.environ.get("RUNS_DIR") or "runs"
     parser.add_argument("--runs", type=Path, default=Path(runs) / "try",
-                        help=f"folder of tries (default: {runs}/try)")  # fmt: skip
+                        help=f"folder for tries (default: {runs}/try)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     new = Side(script_bytes(args.script), {**base.settings, **changes}, str(args.script))
     if (base.script, base.settings) == (new.script, new.settings):
         raise RecordError(f"both sides are the same: {args.script} is the script of {base.origin}, and no "
-                          "setting differs; edit it, give SETTING=VALUE, or name another --base")  # fmt: skip
+                          "setting differs; edit it, add SETTING=VALUE, or name another --base")  # fmt: skip
     budget = budget_settings(args.config or Path(os.environ.get("CONFIG") or BUDGET), args.equal)
     make_sample(budget)
     folder = args.runs / folder_name(changes, base, new, budget)
@@ -151,8 +150,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{table(pairs)}\n")
     for remark in remarks(pairs, folder, outcome, args.equal):
         print(remark)
-    print(f"tries with a verdict today: {history.tries_of_today(args.runs)}; about one in 20 changes that do "
-          "nothing gets a wrong verdict")  # fmt: skip
+    print(f"tries with a verdict today: {history.tries_of_today(args.runs)}; of changes that do nothing, "
+          "about one in 20 gets a wrong verdict")  # fmt: skip
     print(last_line(pairs, outcome))
     return EXIT[outcome.word]
 
@@ -202,7 +201,7 @@ def refuse_unknown(settings: Mapping[str, str], script: Path, origin: str) -> No
             if not near:
                 hint = "its --help lists them"
             elif near == name:  # only the new side has it
-                hint = f"what the shell or --config sets is for both sides: write it after try, {name}=VALUE"
+                hint = f"the shell and --config set both sides, so write it after try: {name}=VALUE"
             else:
                 hint = f"did you mean {near}?"
             raise RecordError(f"{name} is not a setting of {origin}; {hint}")
@@ -214,8 +213,8 @@ def refuse_unlike(base: Row, new: Row) -> None:
     changed = judge.scoring_changes(base.script, new.script)
     if changed:
         raise RecordError(
-            f"the scoring code differs between the sides: {', '.join(changed)}. try compares only what the"
-            " same code scores; undo that, or compare them with sweep"
+            f"the scoring code differs between the sides: {', '.join(changed)}. try only compares scores from"
+            " the same code; undo that change, or compare the two with sweep"
         )
     try:
         configs = base.config("1"), new.config("1")
@@ -241,7 +240,7 @@ def budget_in_words(row: Row, equal: str) -> str:
     if equal == "steps":
         return f"{int(settings['ITERATIONS']):,} steps of {int(settings['TRAIN_BATCH_TOKENS']):,} tokens"
     seconds = float(settings["MAX_WALLCLOCK_SECONDS"])
-    return f"{seconds:g} s of training; other programs on this machine cost steps"
+    return f"{seconds:g} s of training (other programs on this machine cost steps)"
 
 
 def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, useful: float) -> list[Pair]:
@@ -257,13 +256,14 @@ def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, use
             if failed:
                 has_log = (directory_of(folder, name, seed) / LOG).is_file()
                 where = "its log.txt says more" if has_log else "the lines above say why"
-                raise RecordError(f"{failed}; {where}. Started again, the try goes on there")
+                raise RecordError(f"{failed}; {where}. Start the try again to continue from there")
         pair = read_pair(folder, seed)
         pairs.append(pair)
         runs = [directory_of(folder, name, pair.seed) for pair in pairs for name in rows]
         unlike = judge.unlike_conditions(runs)
         if unlike:
-            raise RecordError(f"{folder}: its runs ran under different conditions ({unlike}); move it away")
+            raise RecordError(f"{folder}: its runs were made under different conditions ({unlike}); move it "
+                              "away and start again")  # fmt: skip
         base_bpb, new_bpb = pair.base.scores[pair.stage], pair.new.scores[pair.stage]
         print(f"seed {seed}: base {base_bpb:.5f}, new {new_bpb:.5f}, difference {pair.difference:+.5f}",
               file=sys.stderr, flush=True)  # fmt: skip

@@ -1,6 +1,6 @@
-"""`check FOLDER…`: audit records folders, ours or any public one. Nothing in a folder is executed.
+"""`check FOLDER…`: audit record folders, ours or any public one. Nothing in a folder is executed.
 
-Exit status 0 without a FAIL, 1 with one, 2 if a path is not a folder; the others are audited all the same.
+Exit status: 0 without a FAIL, 1 with one, 2 if a path is not a record folder (the others are still audited).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="records folders")
     reading = parser.add_mutually_exclusive_group()
     reading.add_argument(
-        "--strict", action="store_true", help="decide contested points by the rules as written"
+        "--strict", action="store_true", help="decide contested points by the challenge's rules as written"
     )
     reading.add_argument(
         "--convention", action="store_true", help="decide contested points by the challenge's practice"

@@ -92,7 +92,7 @@ def _check_logs(folder: Folder) -> Iterator[Finding]:
     for path in folder.files():
         if path.name.lower().endswith(PACKED_LOGS):
             name = path.relative_to(folder.path).as_posix()
-            yield warn("A2", f"`{name}` is packed and was not read", name, "unpack it")
+            yield warn("A2", f"`{name}` is compressed and was not read", name, "unpack it")
 
 
 def check_requirements(folder: Folder) -> Iterator[Finding]:
@@ -211,7 +211,7 @@ def check_closure(folder: Folder) -> Iterator[Finding]:
             "A10",
             f"{name_of(script.path)} also reads {name} ({path.stat().st_size:,} bytes)",
             name_of(script.path),
-            "all counted code lives in train_gpt.py; put it there, its bytes count",
+            "all counted code lives in train_gpt.py; put it there, because its bytes count",
         )
 
 

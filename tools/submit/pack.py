@@ -1,4 +1,4 @@
-"""`pack RUN…`: a records folder from finished runs of one program and one configuration, one per seed."""
+"""`pack RUN…`: make a record folder from finished runs of one program and one configuration, one per seed."""
 
 from __future__ import annotations
 
@@ -102,24 +102,24 @@ FLASH_WHEELS = "https://windreamer.github.io/flash-attention3-wheels/"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, one per seed")
     parser.add_argument("--name", required=True, help="name of the record: letters, digits and . _ + -")
-    parser.add_argument("--track", help="track folder (default: named by the runs' hardware, time and limit)")
+    parser.add_argument("--track", help="track folder (default: named for hardware, time and size)")
     parser.add_argument(
         "--date", default=datetime.date.today().isoformat(), help="YYYY-MM-DD (default: today)"
     )
     parser.add_argument("--author", default="", help="author's name")
     parser.add_argument("--github-id", default="", help="author's GitHub id")
     parser.add_argument("--blurb", default="", help="one paragraph: what is new, and its gain")
-    parser.add_argument("--baseline", type=Path, help="records folder to compare with and to diff against")
+    parser.add_argument("--baseline", type=Path, help="record folder to compare with and to diff against")
     parser.add_argument(
         "--with", nargs="+", type=Path, default=[], dest="also", metavar="FILE",
-        help="more files of the record, such as the program that made its data",
+        help="more files for the record, such as the program that made its data",
     )  # fmt: skip
     parser.add_argument("--proof", type=Path, metavar="JSON", help="what `prove --json` printed")
     parser.add_argument(
         "--no-replay", action="store_true",
-        help=f"pack a {RECORD_TRACK} without `prove --replay` of its runs, as when their data is elsewhere",
+        help=f"pack for {RECORD_TRACK} without `prove --replay` of the runs, if their data is elsewhere",
     )  # fmt: skip
-    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the tracks")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of tracks (default: records)")
     parser.add_argument(
         "--wrap",
         action="store_true",
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         print("note: without --baseline, README.md does not say what is new")
     unsourced = readme.without_source(packed)
     if unsourced:
-        print(f"note: README.md names no source of {', '.join(unsourced)}; it takes one from the table in "
+        print(f"note: README.md names no source for {', '.join(unsourced)}; it takes one from the table in "
               "docs/design.md")  # fmt: skip
     if track == RECORD_TRACK:
         print(f"say what is new below the end mark of {destination / README}: the challenge asks for it")
@@ -310,14 +310,14 @@ def no_record_because(directory: RunDirectory) -> list[str]:
     seconds = _setting(directory, "MAX_WALLCLOCK_SECONDS")
     if seconds is None or not 0 < seconds <= TRAIN_SECONDS_MAX:
         shown = "no limit" if not seconds else f"{seconds:g}"
-        reasons.append(f"MAX_WALLCLOCK_SECONDS is {shown}, at most {TRAIN_SECONDS_MAX:g} are allowed")
+        reasons.append(f"MAX_WALLCLOCK_SECONDS is {shown}; expected at most {TRAIN_SECONDS_MAX:g}")
     reasons += _clocks_exceeded(directory.summary)
     if validation_set(directory.summary, directory.log) == OWN:
         reasons.append("it was scored on your own validation set, not on the challenge's")
     text_bytes = nested(directory.summary, "data", "val_bytes")
     if isinstance(text_bytes, int) and abs(text_bytes / VALIDATION_BYTES - 1) > VALIDATION_BYTES_TOLERANCE:
         reasons.append(
-            f"it was scored on {text_bytes:,} bytes, the challenge's text has {VALIDATION_BYTES:,}"
+            f"it was scored on {text_bytes:,} bytes, but the challenge's text has {VALIDATION_BYTES:,}"
         )
     return reasons
 
@@ -333,9 +333,9 @@ def _clocks_exceeded(summary: dict[str, Any]) -> list[str]:
     reasons = []
     training = number(summary.get("train_seconds")) or 0.0
     if training > TRAIN_SECONDS_MAX:
-        reasons.append(f"it trained for {training:.2f} s, at most {TRAIN_SECONDS_MAX:g} are allowed")
+        reasons.append(f"it trained for {training:.2f} s; the limit is {TRAIN_SECONDS_MAX:g} s")
     if evaluation > EVAL_SECONDS_MAX:
-        reasons.append(f"it evaluated for {evaluation:.2f} s, at most {EVAL_SECONDS_MAX:g} are allowed")
+        reasons.append(f"it evaluated for {evaluation:.2f} s; the limit is {EVAL_SECONDS_MAX:g} s")
     return reasons
 
 
@@ -372,12 +372,12 @@ def _refuse_together(runs: Sequence[RunDirectory]) -> list[str]:
     reasons = []
     seeds = [directory.seed for directory in runs]
     reasons += [
-        f"seed {seed} comes more than once: give one run per seed" for seed in sorted(_repeated(seeds))
+        f"seed {seed} comes more than once: pass one run per seed" for seed in sorted(_repeated(seeds))
     ]
     first = runs[0]
     others = [str(other.path) for other in runs if other.script.sha256 != first.script.sha256]
     if others:
-        reasons.append(f"{', '.join(others)} ran different code than {first.path}: a record has one script")
+        reasons.append(f"{', '.join(others)} ran different code from {first.path}: a record has one script")
     return reasons + unlike_settings(runs)
 
 
@@ -415,7 +415,7 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
         reasons.append(f"{directory.path} names no seed")
     if directory.log.seed is not None and directory.log.seed != directory.seed:
         reasons.append(
-            f"{directory.path / LOG} says seed {directory.log.seed}, {SUMMARY} says {directory.seed}"
+            f"{directory.path / LOG} says seed {directory.log.seed}, but {SUMMARY} says {directory.seed}"
         )
     recorded = str(nested(summary, "code", "sha256") or "")
     if is_of_mixed_code(summary):
@@ -425,13 +425,13 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
     ran = mapping(summary, "config")
     for key in settings_that_differ(directory.config, ran) if ran else ():
         reasons.append(
-            f"{directory.path / CONFIG} says {key}={directory.config.get(key, 'nothing')}, the run ended with"
-            f" {ran.get(key, 'no such setting')}: it was resumed with another setting, or the file was edited"
+            f"{directory.path / CONFIG} says {key}={directory.config.get(key, 'nothing')}, but the run ended "
+            f"with {ran.get(key, 'no such setting')}: it was resumed with another setting, or the file edited"
         )
     counted, audited = nested(summary, "data", "val_bytes"), nested(summary, "data", "audited_bytes")
     if audited not in (None, counted) and not is_limited(summary):
         reasons.append(
-            f"{directory.path} counted {counted!r} bytes of text, but its data was audited with {audited!r}:"
+            f"{directory.path} counted {counted!r} bytes of text, but its data holds {audited!r}:"
             " its bits per byte are wrong"
         )
     if summary.get("comparable") is False:

@@ -1,4 +1,4 @@
-"""`timeline RUN`: draw what TRACE_STEPS wrote, one row per lane, or merge the files of all ranks."""
+"""`timeline RUN`: draw the trace that TRACE_STEPS recorded, one row per lane, or merge the ranks' files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SHORT_SPANS_LABELED = 20  # in a lane that has more, none of them gets a label
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory with trace_rank<r>.json files")
-    parser.add_argument("--out", type=Path, help="PNG or SVG (default: timeline.png in the run directory)")
+    parser.add_argument("--out", type=Path, help="PNG or SVG file (default: RUN/timeline.png)")
     parser.add_argument("--merge", type=Path, metavar="JSON", help="also write the ranks' files as one trace")
-    parser.add_argument("--seconds", type=float, nargs=2, metavar=("FROM", "TO"), help="part to draw")
+    parser.add_argument("--seconds", type=float, nargs=2, metavar=("FROM", "TO"), help="the part to draw")
     parser.add_argument("--json", action="store_true", help="print the times of all lanes and spans as JSON")
 
 
