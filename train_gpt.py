@@ -153,7 +153,7 @@ class ModelSettings:
     doc_mask: bool = setting(True, "keep attention and token shifts within a document")
     vocab_size: int = setting(8192, "tokens in the vocabulary", 4, 65_536)
     # Size.
-    num_layers: int = setting(11, "layers, repeats by NUM_LOOPS not counted", 1, 256)
+    num_layers: int = setting(11, "layers, not counting repeats by NUM_LOOPS", 1, 256)
     model_dim: int = setting(512, "width of the residual stream", 16)
     num_heads: int = setting(8, "query heads", 1)
     num_kv_heads: int = setting(4, "key/value heads", 1)
@@ -163,7 +163,7 @@ class ModelSettings:
     rope_base = 10_000.0
     rope_dims: int = setting(16, "channels of each head with rotary embedding; 0: all")
     rope_train_seq_len: int = setting(
-        3072, "tokens of the longest input with the RoPE base 10,000, not a larger one; 0: TRAIN_SEQ_LEN")
+        3072, "longest input, in tokens, for which RoPE has base 10,000, not a larger one; 0: TRAIN_SEQ_LEN")
     # Attention, and the scale of deep layers.
     ln_scale: bool = setting(True, "scale the normalized inputs of a layer by 1/sqrt(layer + 1)")
     qk_gain_init: float = setting(5.25, "initial value of the learned gain of each query head")
@@ -180,7 +180,7 @@ class ModelSettings:
     loop_start: int = setting(3, "first layer of the loop")
     loop_end: int = setting(5, "last layer of the loop")
     enable_looping_at: float = setting(
-        0.35, "progress at which recurrence turns on, below 1; for a run without it: NUM_LOOPS=0")
+        0.35, "progress at which recurrence turns on, below 1; for a run without it, set NUM_LOOPS=0")
     # Attention and MLP in parallel.
     parallel_start_layer: int = setting(8, "first layer with parallel attention and MLP; -1: none", -1)
     parallel_mode: str = setting(
@@ -237,7 +237,7 @@ class ModelSettings:
             (self.num_loops == 0 or self.loop_start <= self.loop_end < self.num_layers,
              "LOOP_START <= LOOP_END < NUM_LAYERS"),
             (self.num_loops == 0 or self.enable_looping_at < 1,
-             "ENABLE_LOOPING_AT < 1, as the model is scored with recurrence; without it, set NUM_LOOPS=0"),
+             "ENABLE_LOOPING_AT < 1, because scoring uses recurrence; for a run without it, set NUM_LOOPS=0"),
             (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE to be 0 or at least 2"),
             (max(self.value_layers, default=0) < self.num_layers, "all VE_LAYERS < NUM_LAYERS"),
         ]
@@ -278,7 +278,7 @@ class TrainingSettings(ModelSettings):
     shuffle: bool = setting(True, "permute shards and sequences by SEED; 0: file order")
     iterations: int = setting(20_000, "maximum number of training steps; 0: no training")
     max_wallclock_seconds: float = setting(
-        600.0, "time limit of training, Hessians included, in seconds; 0: none, only ITERATIONS")
+        600.0, "time limit of training in seconds, Hessians included; 0: none, only ITERATIONS")
     # Learning rates of the parameter groups.
     matrix_lr: float = setting(0.028, "learning rate of block matrices (Muon)")
     scalar_lr: float = setting(0.02, "learning rate of small tensors (AdamW)")
@@ -334,7 +334,7 @@ class Config(TrainingSettings):
     gptq_damping: float = setting(0.01, "fraction of a Hessian's mean diagonal that is added to it", 1e-6)
     gptq_calibration_batches: int = setting(64, "training micro-batches for Hessians, over all ranks", 1)
     gptq_reserve_seconds: float = setting(
-        4.0, "seconds of the training time limit kept for Hessians; if they are too few, fewer batches")
+        4.0, "seconds of the training time limit kept for Hessians; if too short, fewer batches are used")
     # --- evaluation ---
     eval_seq_len: int = setting(3072, "tokens of context in evaluation; 0: TRAIN_SEQ_LEN")
     eval_stride: int = setting(64, "targets scored per sliding window; 0: no sliding-window score")
@@ -410,7 +410,7 @@ class Config(TrainingSettings):
     save_float: bool = setting(False, "also save the weights before quantization, as final_model.pt")
     eval_only: str = setting("", "artifact to score instead of training")
     foreign_names: str = setting(
-        "", "variables of other programs, as A,B, to ignore although they resemble settings",
+        "", "variables of other programs (A,B) to ignore, although they resemble settings",
         pattern="[A-Za-z0-9_, ]*")  # fmt: skip
 
     @property
@@ -2525,7 +2525,7 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
         world_size = int(environ.get("WORLD_SIZE") or 1)
         local_rank = int(environ.get("LOCAL_RANK") or 0)
     except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK: {error}; unset them, torchrun sets them") from error
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK: {error}; unset them, or start with torchrun") from error
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
 
@@ -3127,7 +3127,7 @@ def hash_sequences(first: int, ids_BT: Array) -> int:
 
     pair_w: the w-th pair of ids in sequence p, as one 32-bit number, for w = 1, 2, …; last: its last id. All
     keys and places are odd random words. Equal hashes mean that two runs saw the same tokens in the same
-    order. As it is a sum, ranks and micro-batches can add their parts in any order.
+    order. Because it is a sum, ranks and micro-batches can add their parts in any order.
     """
     # View two ids as one 32-bit number. If their number is odd, the last one is paired with zero.
     head_BT = ids_BT[:, :-1]
@@ -4642,7 +4642,7 @@ class Quantizer:
     def quantize(self, step: float, clip_steps: float) -> QuantizedWeights:
         """Quantize with this step, in units of each row's spread.
 
-        clip_steps: weights are clipped at this many steps; with column steps at MAX_CODE, as some are finer.
+        clip_steps: weights are clipped at this many steps; with column steps (some finer), at MAX_CODE.
         """
         # In eighths of an octave, the step of a row takes one byte.
         exponents_NR = (8 * (self.spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
@@ -5142,7 +5142,7 @@ def write_artifact(
 
 
 class ArtifactInfo(NamedTuple):
-    """What there is to know about an artifact besides its model."""
+    """Everything about an artifact besides its model."""
 
     config: dict[str, str]  # the model's settings
     tokenizer_sha256: str
@@ -5705,7 +5705,7 @@ def calibration_batches(training: Training) -> Iterator[Batch]:
         before = now
         now = machine.gather(training.seconds)[0]
         # Assume that the next batch takes as long as the last one, and keep a tenth of the reserve as a
-        # margin. The first batch is always taken, as nothing is known yet.
+        # margin. The first batch is always taken, because nothing is known yet.
         ends_at = 2 * now - before + 0.1 * config.gptq_reserve_seconds
         if number > 0 and 0 < config.max_wallclock_seconds < ends_at:
             training.run.log(f"warning: out of time after {number * machine.world_size} calibration batches, "
@@ -6033,8 +6033,8 @@ def check_first_token(shard: Shard, tokens: Array) -> None:
                         "one before each document; export it again, with 1 as the id of BOS")  # fmt: skip
     raise DataError(
         f"{shard.path}: begins inside a document, with id {tokens[0]}, expected BOS={BOS_ID} at the start of "
-        "the first shard. Is it a later shard, copied alone? Add the shards before it, numbered from 000000, "
-        f"or drop the {begins[0]} ids before its first document")
+        "the first shard. Is it a later shard, copied by itself? Add the shards before it, numbered from "
+        f"000000, or drop the {begins[0]} ids before its first document")
 
 
 def check_memory(c: Config, machine: Machine) -> None:
@@ -6102,7 +6102,7 @@ def reject_links(directory: Path) -> None:
         if not is_file and not stat.S_ISDIR(found.st_mode):
             raise ConfigError(
                 f"RESUME={directory}: {entry.name} is a link, has several names, or is not a file, but a run "
-                "only writes to files of its own; replace it by a copy, or remove it")
+                "only writes to its own files; replace it with a copy, or remove it")
 
 
 def choose_directory(config: Config, machine: Machine) -> Path:

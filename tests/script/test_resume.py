@@ -293,7 +293,7 @@ def test_a_link_stops_the_whole_run_with_one_message(copy: Path, lab: Lab) -> No
     before = tiny.contents(copy)
     ended = lab.run(RESUME=copy, **SHORT_END)
     assert ended.status == 1 and re.match(r"error: .*\n\Z", ended.err), ended.err
-    assert "metrics.jsonl is a link" in ended.err and "replace it by a copy" in ended.err
+    assert "metrics.jsonl is a link" in ended.err and "replace it with a copy" in ended.err
     assert tiny.contents(copy) == before
     assert target.read_text() == "# mine\n"
 
