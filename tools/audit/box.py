@@ -1,7 +1,8 @@
-"""The box of a script under audit: a process behind walls that copies itself for each run of `main`.
+"""The sandbox of a script under audit: a process behind walls that forks itself for each run of `main`.
 
-The auditor sends it settings and a data set, and gets an exit status. All else it reads from the files of the
-run. The box looks inside the script in one place: a ledger that is summed leaves its nats in a file.
+The auditor sends it settings and a data set, and gets an exit status. Everything else it reads from the files
+of the run. The box looks inside the script in only one place: a ledger that is summed leaves its nats in a
+file.
 """
 
 from __future__ import annotations

@@ -44,31 +44,31 @@ def counted_once(run: Run, world: World, targets: int = 0) -> None:
         label = next((one for one in said if name.endswith(one)), name)
         said.setdefault(label, []).append((float(loss), float(bits), int(scored), int(count)))
     if set(run.nats) != set(said) or len(run.other_ledgers) != len(ON_THE_WAY.findall(run.log)):
-        raise Broken("ledgers", f"{len(run.ledgers)} were summed, for {', '.join(said)} and "
-                                f"{len(ON_THE_WAY.findall(run.log))} validations on the way")  # fmt: skip
+        raise Broken("ledgers", f"{len(run.ledgers)} were summed, expected one for each of {', '.join(said)} "
+                                f"and {len(ON_THE_WAY.findall(run.log))} validations on the way")  # fmt: skip
     for label, figures in said.items():
         if len(figures) != 2:
-            raise Broken("ledgers", f"{label}: {len(figures) - 1} exact lines in the log")
+            raise Broken("ledgers", f"{label}: {len(figures) - 1} exact lines in the log, expected one")
         nats = run.nats[label]
         if len(nats) != targets or not np.isfinite(nats).all():
-            raise Broken("coverage", f"{label}: {np.isfinite(nats).sum()} of {targets} targets")
+            raise Broken("coverage", f"{label}: {np.isfinite(nats).sum()} of {targets} targets have a score")
         total = math.fsum(nats)
         right = (total / targets, total / math.log(2) / world.text_bytes, targets, world.text_bytes)
         for figure in figures:
             for name, got, expected in zip(("nats", "bits", "targets", "bytes"), figure, right, strict=True):
                 if not math.isclose(got, expected, rel_tol=1e-8, abs_tol=1e-8):
-                    raise Broken(name, f"{label}: says {got}, the ledger and the text give {expected}")
+                    raise Broken(name, f"{label}: says {got}, but ledger and text give {expected}")
     for name, key, value in FIGURE.findall(run.log):
         label = next((one for one in said if name.removesuffix("_exact").endswith(one)), "")
         if label and abs(float(value) - said[label][0][key == "val_bpb"]) > half_of_the_last_digit(value):
-            raise Broken(key, f"{name}: a line says {value}, the ledger gives {said[label][0]}")
+            raise Broken(key, f"{name}: a line says {value}, but the ledger gives {said[label][0]}")
     on_the_way = zip(run.other_ledgers, ON_THE_WAY.findall(run.log), strict=True)
     for nats, (name, value) in on_the_way:
         if abs(float(value) - nats.mean()) > half_of_the_last_digit(value):
-            raise Broken("val_loss", f"{name}: a line says {value}, the ledger gives {nats.mean()}")
+            raise Broken("val_loss", f"{name}: a line says {value}, but the ledger gives {nats.mean()}")
     marked = ["comparable:0" in line for line in run.log.splitlines() if "_exact val_loss" in line]
     if set(marked) != {is_part} or run.summary["comparable"] == is_part:
-        raise Broken("marks", "a part of the text is called comparable, or the whole is not")
+        raise Broken("marks", "a score of a part is marked as comparable, or one of the whole is not")
     within_limit(run)
 
 
@@ -103,12 +103,12 @@ def blind(first: Run, second: Run, apart: bool, tolerance: float = BIT_BY_BIT) -
     for label, nats in first.nats.items():
         other = second.nats.get(label, np.zeros(0))
         if len(other) != len(nats):
-            raise Broken("future", f"{label}: another number of scores")
+            raise Broken("future", f"{label}: a different number of scores")
         moved = np.where(may_move, 0, np.abs(other - nats))
         if not (moved <= tolerance * np.maximum(1, nats)).all():
             at = int(moved.argmax())
             token = int(np.append(np.flatnonzero(differ[at + 2 :]) + at + 2, differ.argmax())[0])
-            raise Broken("future", f"{label}: token {token} moves target {at} by {moved[at]:.1e} nats")
+            raise Broken("future", f"{label}: token {token} changes target {at} by {moved[at]:.1e} nats")
 
 
 def sum_to_one(sums: dict[str, float], where: str, tolerance: float = NORMALIZED) -> None:
@@ -127,17 +127,17 @@ def same_nats(
     for label in first.nats if labels is None else labels:
         nats, other = first.nats[label], second.nats.get(label, np.zeros(0))
         if len(other) - len(nats) != len(second.tokens) - len(first.tokens):
-            raise Broken("same", f"{label}: {what}: another number of scores")
+            raise Broken("same", f"{label}: {what}: a different number of scores")
         shared = slice(begin, min(len(nats), len(other)))
         moved = np.abs(other[shared] - nats[shared]).max(initial=0.0)
         if not moved <= tolerance:
-            raise Broken("same", f"{label}: {what} moves a target by {moved:.1e} nats")
+            raise Broken("same", f"{label}: {what}: a target changes by {moved:.1e} nats")
 
 
 def same_artifact(runs: list[Run], what: str) -> None:
     """The artifact and the order of the training tokens are the same."""
     if len({(run.artifact, run.summary["stream_hash"]) for run in runs}) > 1:
-        raise Broken("artifact", f"{what}: another artifact or other training tokens")
+        raise Broken("artifact", f"{what}: a different artifact or different training tokens")
 
 
 # --- the clock ---
@@ -152,7 +152,7 @@ def same_seconds(run: Run) -> None:
     """Each time is what the auditor's clock says: a phase is between two lines of the log."""
     ended(run)
     if [line for *_, line in run.stamps] != run.log.splitlines():
-        raise Broken("clock", "the log has other lines than were printed")
+        raise Broken("clock", "the log does not have the lines that were printed")
     tick = 1.0
     before = 0.0
     for _, now, line in run.stamps:
@@ -160,14 +160,14 @@ def same_seconds(run: Run) -> None:
         if phase is None:
             continue
         if abs(float(phase[2]) - (now - before)) > SLACK * tick:
-            raise Broken("clock", f"{line}: {now - before:.0f} s by the auditor's")
+            raise Broken("clock", f"{line}: {now - before:.0f} s by the auditor's clock")
         before = now
     trained = [(now, float(found[1]) / 1e3) for _, now, line in run.stamps
                if (found := TRAIN_TIME.search(line)) and line.startswith("step:")]  # fmt: skip
     for (then, said_then), (now, said_now) in itertools.pairwise(trained):
         if abs((said_now - said_then) - (now - then)) > SLACK * tick:
-            raise Broken("clock", f"train_time runs from {said_then:.0f} to {said_now:.0f} s, "
-                                  f"{now - then:.0f} s by the auditor's")  # fmt: skip
+            raise Broken("clock", f"train_time runs from {said_then:.0f} to {said_now:.0f} s, but by the "
+                                  f"auditor's clock {now - then:.0f} s pass")  # fmt: skip
 
 
 def limits_told(run: Run) -> dict[str, tuple[float, bool]]:

@@ -1,7 +1,7 @@
-"""The laws of an honest score, each an experiment: runs of `main` in worlds that differ in one thing.
+"""The laws of an honest score. Each is an experiment: runs of `main` in worlds that differ in one thing.
 
-To add a law, write a function of a `Lab` that yields a sentence for each thing that held, and raises `Broken`
-for one that did not; and put `@law` before it. What is equal between two runs is in `equalities`.
+To add a law, write a function that takes a `Lab`, yields a sentence for each thing that held, and raises
+`Broken` for one that did not, and put `@law` before it. `equalities` has the comparisons between two runs.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def blind_to_endings(lab: Lab, ids: np.ndarray, places: Sequence[int]) -> Iterat
         changed[np.array(group) + 3] = BOS_ID
         same.blind(first, lab.ask(changed), lab.apart, same.REPACKED)
     places_in_words = f"{len(places)} place{'s' * (len(places) != 1)}"
-    yield f"at {places_in_words}, 5 other endings of {len(ids)} tokens move no score before them"
+    yield f"at {places_in_words}, 5 other endings of {len(ids)} tokens change no score before them"
 
 
 @law("no score depends on a later token", EVERY_LAB)
@@ -194,7 +194,7 @@ def endings(lab: Lab) -> Iterator[str]:
     if lab.apart:
         for start in STARTS[-2:]:  # the text ends with the document before
             same.same_nats(lab.ask(ids[: start + 1]), lab.asked(ids), "text that follows", same.REPACKED)
-        yield "a text that ends earlier has the same scores"
+        yield "a text that ends earlier has the same scores up to its end"
 
 
 @law("no document affects a later one, unless the weights learn from the text in order")
@@ -207,7 +207,7 @@ def documents(lab: Lab) -> Iterator[str]:
     first, second = lab.asked(ids), lab.ask(changed)
     labels = [label for label in first.nats if lab.apart or label != "legal_ttt"]
     same.same_nats(first, second, "an earlier document", begin=40, labels=labels)
-    yield "an earlier document moves no score of a later one"
+    yield "changing an earlier document changes no score in a later one"
 
 
 # ======================================================================================================
@@ -231,7 +231,7 @@ def probabilities(lab: Lab, ids: np.ndarray, targets: Sequence[int]) -> Iterator
                 sums[label] += np.exp(-run.nats[label][at])
         for number, target in enumerate(group):
             same.sum_to_one({label: found[number] for label, found in sums.items()}, f"target {target}")
-    yield f"at {len(targets)} targets of {len(ids) - 1} the probabilities of all tokens sum to one"
+    yield f"at {len(targets)} of {len(ids) - 1} targets, the probabilities of all tokens sum to one"
 
 
 @law("the probabilities of all tokens at a target sum to one")
@@ -247,7 +247,7 @@ def sums(lab: Lab) -> Iterator[str]:
     yield from probabilities(lab, lab.worlds.long().tokens, (301, 420) if lab.apart else (420,))
 
 
-@law("over a large vocabulary, too", ("configured",))
+@law("the same over a large vocabulary", ("configured",))
 def vocabulary(lab: Lab) -> Iterator[str]:
     """A whole sum in one run: a text with a document for each candidate.
 
@@ -272,7 +272,7 @@ def vocabulary(lab: Lab) -> Iterator[str]:
     at = len(ordinary) + length - 2
     for label, nats in scored.nats.items():
         same.sum_to_one({label: math.fsum(np.exp(-nats[at::length]))}, f"{world.pieces} pieces")
-    yield f"over {world.pieces} pieces the probabilities sum to one"
+    yield f"over {world.pieces} pieces, the probabilities sum to one"
 
 
 # ======================================================================================================
@@ -280,7 +280,7 @@ def vocabulary(lab: Lab) -> Iterator[str]:
 # ======================================================================================================
 
 
-@law("every figure is the sum of one ledger, over the bytes that the auditor counts", ("documents",))
+@law("every reported number is the sum of one ledger, over the bytes that the auditor counts", ("documents",))
 def counts(lab: Lab) -> Iterator[str]:
     quick = {**NO_LEARNING, "ITERATIONS": "1"}
     for world in (
@@ -294,11 +294,11 @@ def counts(lab: Lab) -> Iterator[str]:
     run = lab.train(bare, quick)
     if run.status == 0:  # an honest script may refuse it
         same.counted_once(run, bare)
-    yield "marks of CaseOps count for nothing"
+    yield "CaseOps marks count as no bytes"
     ids = lab.worlds.short().tokens
     part = lab.worlds.asks(ids[:101])
     same.counted_once(lab.ask(ids, {"VAL_TOKENS_LIMIT": "100"}), part, 100)
-    yield "a part of the text is marked"
+    yield "a score of part of the text is marked as not comparable"
 
 
 # ======================================================================================================
@@ -326,16 +326,16 @@ def of_two_texts(lab: Lab, easy: World, hard: World, more: Mapping[str, str], ra
     return runs[0]
 
 
-@law("the artifact knows nothing of the validation text", ("sgd", "configured"))
+@law("the artifact knows nothing about the validation text", ("sgd", "configured"))
 def validation(lab: Lab) -> Iterator[str]:
     worlds = lab.worlds
     limit = limited(lab)
     first = of_two_texts(lab, worlds.easy(), worlds.hard(), limit)
-    yield "another validation text leaves the artifact as it was"
+    yield "a different validation text doesn't change the artifact"
     alone(lab, first)
     yield "the artifact alone gives the same scores, with nothing else in reach"
     wrapped_as_it_is(lab, first)
-    yield "what is shipped is the same program as the source"
+    yield "the shipped script is the same program as its source"
 
 
 @law("warm-up, rehearsal and prefetch leave no trace", ("configured",))
@@ -344,7 +344,7 @@ def warm_up(lab: Lab) -> Iterator[str]:
     warmed = lab.train(lab.worlds.hard(), {**AMPLE, **warm})
     same.counted_once(warmed, lab.worlds.hard())
     same.same_artifact([lab.trained, warmed], "warm-up, rehearsal, prefetch or another validation text")
-    yield "warm-up, rehearsal and prefetch leave the artifact as it was"
+    yield "warm-up, rehearsal and prefetch don't change the artifact"
 
 
 @law("not even after many steps, which read all shards again and again", ("documents",))
@@ -354,8 +354,8 @@ def many_steps(lab: Lab) -> Iterator[str]:
     hard = lab.worlds.several("hard", hard_text())
     warmed = of_two_texts(lab, easy, hard, {**many, "WARMUP_STEPS": "12"})
     plain = lab.train(easy, {**many, "VAL_LOSS_EVERY": "0"})
-    same.same_artifact([warmed, plain], "twelve steps of warm-up, or validation on the way")
-    yield "another text, validation, and 12 steps of warm-up leave an artifact of 120 steps as it was"
+    same.same_artifact([warmed, plain], "twelve steps of warm-up, or validation during training")
+    yield "a different text, validation, and 12 warm-up steps don't change the artifact of 120 steps"
 
 
 def alone(lab: Lab, run: Run) -> None:
@@ -380,7 +380,7 @@ def alone(lab: Lab, run: Run) -> None:
         raise Broken("alone", done.stderr.strip()[-300:])
     scores = json.loads((folder / "again" / "summary.json").read_text())["losses"]
     if {n: s["nats"] for n, s in scores.items()} != {n: s["nats"] for n, s in run.summary["losses"].items()}:
-        raise Broken("alone", "the artifact alone has other scores")
+        raise Broken("alone", "the artifact alone gives different scores")
 
 
 def wrapped_as_it_is(lab: Lab, run: Run) -> None:
@@ -390,7 +390,7 @@ def wrapped_as_it_is(lab: Lab, run: Run) -> None:
         raise Broken("program", "the script that the run kept is not the one that ran")
     shipped = run.path("train_gpt.shipped.py").read_bytes().decode("latin-1")
     if not same_program(unwrap(shipped) or shipped, source.decode()):
-        raise Broken("program", "what is shipped is another program than its source")
+        raise Broken("program", "the shipped script is not the same program as its source")
 
 
 # ======================================================================================================
@@ -404,13 +404,13 @@ def ranks(lab: Lab) -> Iterator[str]:
     small = {"TTT_LR": "0.03", "VAL_BATCH_SIZE": "256"}
     first = lab.ask(ids, small)
     same.same_nats(first, lab.ask(ids, {**small, "COMPILE": "1"}), "compiled code", same.LEARNED)
-    yield "compiled code scores what plain code does"
+    yield "compiled code gives the same scores as plain code"
     world = lab.worlds.short()
     for number in RANKS:
         run = lab.ask(ids, small, number)
         same.same_nats(first, run, f"{number} ranks", same.LEARNED)
         same.counted_once(run, world)
-    yield f"{', '.join(map(str, RANKS))} ranks score what one scores"
+    yield f"{', '.join(map(str, RANKS))} ranks give the same scores as one"
 
 
 @law("two ranks train without the validation text, and one scores their artifact", ("projected tables",))
@@ -419,7 +419,7 @@ def trained_by_two(lab: Lab) -> Iterator[str]:
     several = of_two_texts(lab, worlds.easy(), worlds.hard(), AMPLE, 2)
     again = lab.ask(worlds.easy().tokens, artifact=several.path("model.bin"))
     same.same_nats(several, again, "one rank instead of two", same.LEARNED)
-    yield "one rank scores the artifact of two as they did"
+    yield "one rank gives an artifact of two ranks the same scores as they did"
 
 
 LIMIT = 4000.0  # seconds of training by the auditor's clock
@@ -446,25 +446,25 @@ def clock_of_training(lab: Lab) -> Iterator[str]:
     seconds, kept = same.limits_told(run)["train_seconds"]
     if not kept or run.summary["steps"] < 10:
         raise Broken("clock", f"{run.summary['steps']} steps in {seconds:.0f} s of {LIMIT:.0f}")
-    yield f"{run.summary['steps']} steps end within {LIMIT:.0f} s; all times agree with the auditor's clock"
+    yield f"{run.summary['steps']} steps fit into {LIMIT:.0f} s; all times agree with the auditor's clock"
     late = Clock(jump_at=read_between(run, "step:5/", "step:6/"), jump=LONG)
     stopped = lab.train(world, by_time, by_clock=late)
     same.counted_once(stopped, world)
     seconds, kept = same.limits_told(stopped)["train_seconds"]
     if kept or seconds < LONG or stopped.summary["steps"] > 7:
-        taken = f"{stopped.summary['steps']} steps are taken in {seconds:.0f} s, reported as kept: {kept}"
-        raise Broken("clock", f"{LONG:.0f} s of {LIMIT:.0f} are over in step 6, and {taken}")
-    yield "a step that takes too long is the last, and the limit is reported as exceeded"
+        taken = f"{stopped.summary['steps']} steps ran in {seconds:.0f} s, limit reported as kept: {kept}"
+        raise Broken("clock", f"step 6 takes {LONG:.0f} s, the limit is {LIMIT:.0f}, and {taken}")
+    yield "a step that takes too long is the last one, and the limit is reported as exceeded"
 
 
-@law("a score learns less when its time is over, by the clock alone", ("sgd", "documents"))
+@law("test-time training stops when its time is up, by the clock alone", ("sgd", "documents"))
 def clock_of_scores(lab: Lab) -> Iterator[str]:
     ids = lab.worlds.short().tokens
     # Beside an artifact its run has noted where it learned, and that would be followed.
     bare = copied(lab, "bare", lab.artifact)
     in_pairs = {"TTT_BATCH_SIZE": "2"}
     ample = lab.ask(ids, {**in_pairs, "MAX_EVAL_SECONDS": "1000000"}, 1, Clock(), bare)
-    same.same_nats(lab.ask(ids, in_pairs), ample, "a limit that leaves time enough")
+    same.same_nats(lab.ask(ids, in_pairs), ample, "a limit that leaves enough time")
     same.same_seconds(ample)
     label = ample.labels[0]
     needed = ample.summary["phases"][f"eval_{label}"]
@@ -474,25 +474,25 @@ def clock_of_scores(lab: Lab) -> Iterator[str]:
     _, kept = same.limits_told(first)["eval_seconds"]
     if np.array_equal(first.nats[label], ample.nats[label]):
         if kept:
-            raise Broken("clock", f"{label}: needs {needed:.0f} s, and with {SHARE:.0%} of it learns as much")
+            raise Broken("clock", f"{label}: needs {needed:.0f} s, but learns as much in {SHARE:.0%} of that")
         yield f"{label}: it has no time limit, and says so"
         return
-    yield f"{label}: with {SHARE:.0%} of its time it learns less"
+    yield f"{label}: with {SHARE:.0%} of the time that it needs, it learns less"
     for place in (64, 35):
         for changed in other_endings(lab, ids, [place]):
             same.blind(first, lab.ask(changed, short, 1, Clock(), bare), False)
-    yield "where it learns depends on no later token"
+    yield "where it learns doesn't depend on later tokens"
     noted = copied(lab, "noted", lab.artifact, first.path("eval_modes.json"))
     for tick in (0.001, 10.0):
         again = lab.ask(ids, short, 1, Clock(tick), noted)
         same.ended(again)
         if not np.array_equal(again.nats[label], first.nats[label]):
-            raise Broken("clock", f"{label}: another clock changes scores, in spite of recorded choices")
-    yield "with the recorded choices of where to learn, the score is the same on any clock"
+            raise Broken("clock", f"{label}: another clock changes scores in spite of the recorded choices")
+    yield "with the recorded choices of where to learn, the score is the same by any clock"
     late = Clock(jump_at=read_between(ample, "phase:reload", f"phase:eval_{label}"), jump=LONG)
     seconds, kept = same.limits_told(lab.ask(ids, short, 1, late, bare))["eval_seconds"]
     if kept or seconds < LONG:
-        raise Broken("clock", f"{label}: takes {LONG:.0f} s more; reported: {seconds:.0f}, kept: {kept}")
+        raise Broken("clock", f"{label}: takes {LONG:.0f} s longer, but reports {seconds:.0f}, kept: {kept}")
     yield "an exceeded limit is reported as exceeded"
 
 

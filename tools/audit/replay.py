@@ -1,10 +1,10 @@
-"""`prove --replay RUN`: documents of a real run are scored again, at its width, from data that we read.
+"""`prove --replay RUN`: documents of a real run are scored again, at its own width, from data that we read.
 
-A run leaves the nats of each document. Its own artifact and script score some of them again in a box, on a
-CPU; which, is drawn when the replay begins. They must cost what the run says they cost. Then each gets
-another ending after a random token, and every score before it stays, bit by bit; and at a few targets the
-probabilities of the whole vocabulary sum to one. So a cheat that sleeps in small worlds is met where it is
-awake, and one that is awake in the run alone is a difference.
+A run leaves the nats of each document. Its own script and artifact score some of them again in a sandbox, on
+a CPU. Which ones is drawn at random when the replay begins. Their loss must be what the run reports. Then
+each gets another ending after a random token, and every score before it must stay the same, bit by bit. At a
+few targets, the probabilities of the whole vocabulary must sum to one. So a cheat that sleeps in small worlds
+is caught where it is awake, and one that is awake only in the run itself shows up as a difference.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def replayed(folder: Path, documents: int | None, seed: int | None, say: Callabl
         "artifact_sha256": sha256_file(run.path / ARTIFACT), "settings_sha256": settings_sha256(settings),
         "seed": seed,
     })  # fmt: skip
-    say(f"  seed {seed} draws the documents")
+    say(f"  documents drawn with seed {seed}")
     with tempfile.TemporaryDirectory(prefix="replay_") as scratch:
         place = Path(scratch).resolve()
         (place / "given").mkdir()
@@ -151,7 +151,7 @@ def read_original(folder: Path, settings: dict[str, str], dtype: str) -> Origina
         sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     except (OSError, ValueError, RuntimeError, shards.DataError) as error:
         places = f"DATA_PATH={data} TOKENIZER_PATH={tokenizer}"
-        raise NotChecked(f"{places}: {error}; name the data of the run by these variables") from error
+        raise NotChecked(f"{places}: {error}; name the data of the run in these variables") from error
     sidecars = sorted(data.glob("fineweb_val_bytes_[0-9]*.bin"))
     counts = np.concatenate([shards.read_shard(path) for path in sidecars]) if sidecars else None
     limit = int(settings.get("VAL_TOKENS_LIMIT", 0))
@@ -201,7 +201,7 @@ def figures(run: RunDirectory, original: Original) -> str:
         told = (loss["nats"], loss["bits_per_byte"], loss["scored_tokens"], loss["bytes"])
         for said in (told, tuple(map(float, line))):
             if not np.allclose(said, right, rtol=1e-8, atol=1e-8):
-                raise Broken("counts", f"{label}: says {said}, the documents and the text give {right}")
+                raise Broken("counts", f"{label}: says {said}, but documents and text give {right}")
     return f"log and summary are the sums of {len(original.begins) - 1} documents over {count} bytes"
 
 
@@ -211,11 +211,11 @@ def same_files(run: RunDirectory) -> str:
     noted = {ARTIFACT: summary["artifact"]["sha256"], "train_gpt.py": summary["code"]["sha256"]}
     for name, sha256 in noted.items():
         if sha256_file(run.path / name) != sha256:
-            raise Broken("program", f"{name} is not the file of the run: summary.json notes another SHA-256")
+            raise Broken("program", f"{name} is not the file of the run: summary.json has another SHA-256")
     shipped = (run.path / "train_gpt.shipped.py").read_bytes().decode("latin-1")
     if not same_program(unwrap(shipped) or shipped, (run.path / "train_gpt.py").read_text(encoding="utf-8")):
-        raise Broken("program", "what is shipped is another program than its source")
-    return "artifact and script are those of the run; what is shipped is the same program"
+        raise Broken("program", "the shipped script is not the same program as its source")
+    return "artifact and script are the run's own; the shipped script is the same program"
 
 
 class Text(NamedTuple):
@@ -350,8 +350,8 @@ class Again:
                 moved = np.abs(second.nats[label][before] - first.nats[label][before]).max(initial=0.0)
                 if not moved <= same.BIT_BY_BIT:
                     ending = f"another ending of document {number} from its token {token} on"
-                    raise Broken("future", f"{label}: {ending} moves a score before it by {moved:.1e} nats")
-            yield "endings", f"{label}: {len(places)} documents with other endings keep their scores before"
+                    raise Broken("future", f"{label}: {ending} changes an earlier score by {moved:.1e} nats")
+            yield "endings", f"{label}: in {len(places)} documents, other endings change no earlier score"
 
     def compared(self, question: Question, nats: np.ndarray, label: str, exact: bool) -> str:
         """The documents cost what the run says they cost. exact: its rounding is ours."""
@@ -365,22 +365,22 @@ class Again:
         limit = SAME_MACHINE if exact else OF_A_DOCUMENT
         if not each.max() <= limit:
             worst = question.documents[int(each.argmax())]
-            raise Broken("replay", f"{label}: document {worst} is {each.max():.1e} nats per target apart, "
-                                   f"{limit:.0e} are allowed")  # fmt: skip
+            raise Broken("replay", f"{label}: document {worst} differs by {each.max():.1e} nats per target, "
+                                   f"expected at most {limit:.0e}")  # fmt: skip
         mean = apart.sum() / sizes.sum()
         found = (f"{label}: {len(sizes)} documents of {sizes.sum()} targets scored again: the largest "
                  f"difference is {each.max():.1e} nats per target, the mean {abs(mean):.1e}")  # fmt: skip
         if exact:
             return found
         if sizes.sum() < TOKENS and len(sizes) < len(original.begins) - 1:
-            return f"{found}: too few targets to judge a mean by"
+            return f"{found}: too few targets to judge the mean"
         noise = math.sqrt(((apart - mean * sizes) ** 2).sum()) / sizes.sum()
         limit = MEAN + 4 * noise
         if not abs(mean) <= limit:
-            raise Broken("replay", f"{found}; {limit:.1e} are allowed")
+            raise Broken("replay", f"{found}; expected at most {limit:.1e}")
         if limit > VISIBLE:
             raise NotChecked(f"{found}: rounding could hide {limit:.1e} nats; ask for more --documents")
-        return f"{found}, of {limit:.1e}"
+        return f"{found}, at most {limit:.1e} expected"
 
     def with_other_endings(self, question: Question) -> tuple[Text, dict[int, int]]:
         """The text whose documents end like others, each from a random token on; and these tokens."""
@@ -427,4 +427,4 @@ class Again:
         for label, found in totals.items():
             for total in found:
                 same.sum_to_one({label: total}, f"{pieces} pieces", OF_A_VOCABULARY)
-            yield "sums", f"{label}: at {len(found)} targets the probabilities of {pieces} pieces sum to one"
+            yield "sums", f"{label}: at {len(found)} targets, the probabilities of {pieces} pieces sum to one"
