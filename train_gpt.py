@@ -2525,7 +2525,7 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
         world_size = int(environ.get("WORLD_SIZE") or 1)
         local_rank = int(environ.get("LOCAL_RANK") or 0)
     except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK: {error}; unset them, or start with torchrun") from error
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK: {error}; unset them or use torchrun") from error
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
 
