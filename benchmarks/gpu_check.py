@@ -179,7 +179,7 @@ def judge_implementations(found: dict[str, Any]) -> Found:
     # An implementation that is installed but rejected costs steps, and only logs a warning.
     faults = [line for line in found["report"] if line.startswith("warning:") and "rejected" in line]
     lines = [f"Matrix products reach {found['tflops']:.0f} TFLOP/s, copies {found['gb_per_s']:.0f} GB/s.", "",
-             "| setting | implementation | ms, both passes | over the least |",
+             "| setting | implementation | ms, both passes | × the least possible |",
              "|---|---|---|---|"]  # fmt: skip
     chosen = dict(line.split()[0].split(":") for line in found["report"] if not line.startswith("warning:"))
     tried = {row["name"] for row in found["rows"]}
@@ -528,7 +528,7 @@ def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__fil
              f"{getattr(train_gpt.triton, '__version__', None)}, train_gpt.py {script_hash()}; "
              f"settings: {settings or 'the defaults'}.")  # fmt: skip
     if check.data:
-        about += " The data are the sample, with a smaller vocabulary: projections are not those of the run."
+        about += " The data is the sample, with a smaller vocabulary: projections are not those of the run."
     found: dict[str, tuple[Found, float]] = {}
     path = check.folder / "page.md"
     try:

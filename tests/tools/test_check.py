@@ -191,7 +191,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, Level, str]] = {
                               "A4", Level.FAIL, LOSS),
     "no nats": (without("nats_legal_ttt_seed42.bin"), "A4", Level.WARN, "its score cannot be added up again"),
     "tokens that were not scored": (edited(LOG, "tokens:40000 bytes", "tokens:40001 bytes"), "C1", Level.FAIL,
-                                    "has 40,000 scored tokens, the loader read 40001"),
+                                    "has 40,000 scored tokens, but the loader read 40001"),
     "other code": (edited(*CODE_EDIT), "A6", Level.FAIL, "the shipped source is not what seed 42 ran"),
     "mixed code": (edited(*SEED_CODE, AFTER), "A6", Level.FAIL, MIXED),
     "mixed code before 0.5.4": (edited(*SEED_CODE, FORMER), "A6", Level.FAIL, MIXED),
@@ -586,7 +586,7 @@ def test_a_run_or_a_folder_of_records_is_not_taken_for_a_record(
 def test_counts_of_our_logs_are_equal_between_seeds(tmp_path: Path) -> None:
     first = OURS.replace("val_bytes:151080891", "val_bytes:151080891 learned_tokens:50")
     stopped = STOPPED.format(used="480.0", needed="130.0")
-    learned = "learned from 49 targets, in another seed from 50, and no line says that its time was up"
+    learned = "learned from 49 targets, but in another seed from 50, and no line says that its time was up"
     for old, new, rule, words in (
         ("scored_tokens:62021632", "scored_tokens:62021631", ("C1", Level.FAIL), "scored_tokens of `final"),
         ("learned_tokens:50", "learned_tokens:49", ("C3", Level.WARN), learned),
@@ -760,7 +760,7 @@ def test_steps_are_those_that_the_clock_allows(tmp_path: Path) -> None:
     assert found == {"step 21,000", "step 1,000"}  # beyond the limit; more than the clock allows
     text = text.replace("step:13780/20000 val", "step:14000/20000 val")
     (found_last,) = fails(public_a(tmp_path, text))
-    assert "step 14,000 at 43.54 ms per step makes 609.6 s, train_time says 600.0 s" in found_last.text
+    assert "step 14,000 at 43.54 ms per step makes 609.6 s, but train_time says 600.0 s" in found_last.text
     windows = [(time - before) / 500 for time, before in zip(CLOCK, [0.0, *CLOCK], strict=False)]
     assert fails(public_a(tmp_path, trained(STEPS, CLOCK, windows))) == []
     since = [step - 6_250 * (step > 6_250) for step in STEPS]

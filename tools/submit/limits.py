@@ -118,13 +118,13 @@ def check_artifact(folder: Folder) -> Iterator[Finding]:
     elif logged > ARTIFACT_BYTES_MAX:
         yield contested(
             "A9",
-            f"the log's total is {logged:,}, as shipped {shipped:,} (#1835)",
+            f"the log's total is {logged:,}, but {shipped:,} as shipped (#1835)",
             where,
             "log what is shipped",
         )
     elif ARTIFACT_BYTES_MAX - shipped < ARTIFACT_SLACK_BYTES:
         yield info(
-            "A9", f"{ARTIFACT_BYTES_MAX - shipped:,} bytes below the cap; reruns move by some KB", where
+            "A9", f"{ARTIFACT_BYTES_MAX - shipped:,} bytes below the cap; reruns vary by a few KB", where
         )
 
 
@@ -149,7 +149,7 @@ def check_totals(folder: Folder) -> Iterator[Finding]:
         larger = max(log.total_bytes.bytes, log.model_bytes.bytes + min(code))
         yield warn(
             "A9",
-            f"the log's total is {log.total_bytes.bytes:,}, its model and code add up to {sums}:"
+            f"the log's total is {log.total_bytes.bytes:,}, but its model and code add up to {sums}:"
             f" the larger number counts, {larger:,}",
             log.where(log.total_bytes.line),
             "ship the log as the script wrote it",
@@ -217,7 +217,7 @@ def check_steps(folder: Folder) -> Iterator[Finding]:
             yield fail(
                 "A4",
                 f"step {wrong.step:,} at {wrong.pace.average_ms:.2f} ms per step makes"
-                f" {wrong.step * wrong.pace.average_ms / 1e3:.1f} s, train_time says"
+                f" {wrong.step * wrong.pace.average_ms / 1e3:.1f} s, but train_time says"
                 f" {wrong.pace.time_ms / 1e3:.1f} s",
                 run.log.where(wrong.line),
                 "ship the log as the script wrote it",
@@ -326,7 +326,7 @@ def check_hardware(folder: Folder) -> Iterator[Finding]:
         if world and world.integer not in (None, RECORD_WORLD_SIZE):
             yield fail(
                 "C4",
-                f"world_size {world.value}, the record track needs {RECORD_WORLD_SIZE} x {RECORD_GPU}",
+                f"world_size {world.value}, but the record track needs {RECORD_WORLD_SIZE} x {RECORD_GPU}",
                 run.log.where(world.line),
                 "file it as a non-record submission",
             )
@@ -353,7 +353,7 @@ def check_hardware(folder: Folder) -> Iterator[Finding]:
     if declared.gpu != RECORD_GPU or declared.number not in (None, RECORD_WORLD_SIZE):
         yield fail(
             "C4",
-            f"declares `{declared.text}`, the record track needs {RECORD_WORLD_SIZE} x {RECORD_GPU}",
+            f"declares `{declared.text}`, but the record track needs {RECORD_WORLD_SIZE} x {RECORD_GPU}",
             name,
             "file it as a non-record submission",
         )
@@ -469,7 +469,7 @@ def check_learned_tokens(folder: Folder) -> Iterator[Finding]:
         if learned != expected.learned_tokens:
             yield warn(
                 "C3",
-                f"`{final.label}` learned from {learned:,} targets, in another seed from"
+                f"`{final.label}` learned from {learned:,} targets, but in another seed from"
                 f" {expected.learned_tokens:,}, and no line says that its time was up",
                 run.log.where(final.line),
                 "say why documents were scored without learning",

@@ -85,7 +85,7 @@ def _check_sum(
     where = log.where(line.line)
     loader = log.validation_tokens
     if loader is not None and loader.integer != tokens:
-        text = f"`{line.label}` has {tokens:,} scored tokens, the loader read {loader.value}"
+        text = f"`{line.label}` has {tokens:,} scored tokens, but the loader read {loader.value}"
         yield fail("C1", text, where, REMEDY)
     sums = [("val_loss", total / tokens, line.loss_text, f"{tokens:,} tokens")]
     if text_bytes is not None:

@@ -261,7 +261,7 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
         diff = folder.text(BASELINE_DIFF)
         expected["comparison"] = _comparison(claimed, expected["seed_results"], bases, diff)
     for place, got, derived in _differences(folder.submission, expected):
-        yield fail("A4", f"`{place}` is {got!r}, logs and summaries give {derived!r}", SUBMISSION, REMEDY)
+        yield fail("A4", f"`{place}` is {got!r}, but logs and summaries give {derived!r}", SUBMISSION, REMEDY)
     yield from _check_readme(folder, expected, {evidence.seed: evidence.summary for evidence in evidences})
 
 
@@ -384,7 +384,7 @@ def _check_readme(
     for line, (got, derived) in enumerate(lines, first_line):
         if got != derived:
             where = f"{README}:{line}"
-            yield fail("A4", f"README.md says `{got}`, the logs give `{derived}`", where, REMEDY)
+            yield fail("A4", f"README.md says `{got}`, but the logs give `{derived}`", where, REMEDY)
             return
 
 

@@ -142,8 +142,8 @@ def _wrong_bytes(folder: Folder, run: SeedRun, score: Final, implied: float) -> 
     report = contested if known and "export" in known[0].cause else fail if is_record(folder) else warn
     return report(
         "C1",
-        f"implied validation bytes {implied:,.0f} ({off:+.2%}), the challenge's text has {VALIDATION_BYTES:,}"
-        f"{cause}",
+        f"implied validation bytes {implied:,.0f} ({off:+.2%}), but the challenge's text has"
+        f" {VALIDATION_BYTES:,}{cause}",
         run.log.where(score.line),
         "check the byte table and that every validation token is scored",
     )
