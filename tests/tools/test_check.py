@@ -175,7 +175,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, Level, str]] = {
     "steps in a summary": (edited("summary_seed42.json", '"steps": 400', '"steps": 401'),
                            "A4", Level.FAIL, "steps: 400 in the log, 401 in the summary"),
     "a score that no summary has": (edited(LOG, "legal_ttt_exact", "best_ttt_exact"), "A4", Level.FAIL,
-                                    "`best_ttt_exact` is in the log, and the summary has no such score"),
+                                    "`best_ttt_exact` is in the log, but the summary has no such score"),
     "nats that are smaller": (nats(lambda nats: 0.95 * nats), "A4", Level.FAIL, LOSS),
     "one document less": (nats(lambda nats: nats[:-1]), "A4", Level.FAIL, LOSS),
     "two documents in one": (nats(lambda nats: np.append(nats[2:], nats[:2].sum())), "C1", Level.FAIL,
@@ -310,7 +310,7 @@ def test_seeds_without_a_log_are_named(packed: Path) -> None:
     edit(packed, "submission.json", '"42"', '"43"')
     edit(packed, "submission.json", "    42,", "    43,")
     told = "\n".join(f"{finding.check} {finding.text}" for finding in fails(packed))
-    assert "A5 seed 43 is declared, its log or summary is missing" in told
+    assert "A5 seed 43 is declared, but its log or summary is missing" in told
 
 
 def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> None:

@@ -354,7 +354,7 @@ def check_seed_results(folder: Folder) -> Iterator[Finding]:
     for seed, declared in folder.submitted_seeds().items():
         run = logs.get(seed)
         if run is None:
-            yield warn("A4", f"seed {seed} is declared, but there is no log of it", name, "add its log")
+            yield warn("A4", f"seed {seed} is declared, but there is no log for it", name, "add its log")
             continue
         for key, attribute in SCORE_FIELDS.items():
             value = number(declared.get(key))

@@ -270,7 +270,7 @@ def check_eval_clock(folder: Folder) -> Iterator[Finding]:
         if score is not None and score.eval_seconds is None and printed is None:
             yield warn(
                 "C3",
-                f"no time for `{score.label}`: cannot decide whether the evaluation kept to its limit",
+                f"no evaluation time for `{score.label}`: cannot decide whether it kept to the limit",
                 run.log.where(score.line),
                 "ship the log as the script wrote it, with eval_time",
             )
@@ -309,9 +309,9 @@ def _check_eval_clocks(run: SeedRun) -> Iterator[Finding]:
     elif clocks.from_artifact_seconds > EVAL_SECONDS_MAX:
         yield contested(
             "C3",
-            f"scoring took {clocks.scoring_seconds:.1f} s, from reading the artifact on it is"
-            f" {clocks.from_artifact_seconds:.1f} s > {EVAL_SECONDS_MAX:.0f} s: accepted records time the"
-            " scoring alone, whether the rest counts is contested",
+            f"scoring took {clocks.scoring_seconds:.1f} s, but counted from reading the artifact it is"
+            f" {clocks.from_artifact_seconds:.1f} s > {EVAL_SECONDS_MAX:.0f} s: accepted records time"
+            " scoring alone, and whether the rest counts is contested",
             where,
             "leave room for reading the artifact and for compilation",
         )
@@ -488,7 +488,7 @@ def check_learning(folder: Folder) -> Iterator[Finding]:
         where = run.log.where(stopped.line)
         needed = stopped.used_seconds + stopped.needed_seconds
         if needed <= stopped.limit_seconds:
-            text += f"; with what the rest needed that makes {needed:.1f} s of {stopped.limit_seconds:.1f} s"
+            text += f"; with the time for the rest, that is {needed:.1f} s of {stopped.limit_seconds:.1f} s"
             yield warn("C3", text, where, LOG_REMEDY)
         elif took is not None and took < stopped.limit_seconds * (1 - LEARNING_SECONDS_LEFT):
             left = stopped.limit_seconds - took

@@ -160,7 +160,7 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
     found = {evidence.seed: evidence for evidence in evidence_of(folder)}
     for seed in _declared_seeds(folder):
         if seed not in found:
-            yield fail("A5", f"seed {seed} is declared, its log or summary is missing", SUBMISSION, REMEDY)
+            yield fail("A5", f"seed {seed} is declared, but its log or summary is missing", SUBMISSION, REMEDY)
             continue
         log, summary = found[seed].log, found[seed].summary
         if nested(summary, "seed") not in (None, seed):
@@ -186,7 +186,7 @@ def _check_losses(evidence: Evidence) -> Iterator[Finding]:
     losses = mapping(evidence.summary, "losses")
     for final in log.finals:
         if losses and final.rank > 0 and not any(name in final.label for name in losses):
-            text = f"`{final.label}` is in the log, and the summary has no such score"
+            text = f"`{final.label}` is in the log, but the summary has no such score"
             yield fail("A4", text, log.where(final.line), REMEDY)
     for name, loss in losses.items():
         if not isinstance(loss, Mapping):
@@ -228,7 +228,7 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
         return
     written = folder.submission.get("format", FORMAT)
     if written != FORMAT:
-        what = f"`format` is {written!r}, these tools can derive {FORMAT}"
+        what = f"`format` is {written!r}, but these tools can only derive {FORMAT}"
         remedy = "pack the runs again, or audit the folder with the tools of the commit that packed it"
         yield fail("A4", what, SUBMISSION, remedy)
         return

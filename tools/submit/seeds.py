@@ -63,7 +63,7 @@ def _check_declared_seeds(folder: Folder) -> Iterator[Finding]:
         return
     for seed in declared:
         if not isinstance(seed, int) or (seed not in seeds and seed not in folder.submitted_seeds()):
-            text = f"seed {seed} is declared, but there is no log of it"
+            text = f"seed {seed} is declared, but there is no log for it"
             yield warn("A5", text, folder.name, "add its log")
 
 
