@@ -310,7 +310,7 @@ def test_seeds_without_a_log_are_named(packed: Path) -> None:
     edit(packed, "submission.json", '"42"', '"43"')
     edit(packed, "submission.json", "    42,", "    43,")
     told = "\n".join(f"{finding.check} {finding.text}" for finding in fails(packed))
-    assert "A5 seed 43 is declared, but its log or summary is missing" in told
+    assert "A5 seed 43 is declared, but lacks its log or summary" in told
 
 
 def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> None:
@@ -601,7 +601,7 @@ def test_counts_of_our_logs_are_equal_between_seeds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("used", "needed", "took", "words"), [
     ("480.0", "130.0", 560_000, None), ("480.0", "130.0", 500_000, "100.0 s of 600.0 s were left"),
-    ("100.0", "130.0", 590_000, "with what the rest needed that makes 230.0 s of 600.0 s"),
+    ("100.0", "130.0", 590_000, "with the time for the rest, that is 230.0 s of 600.0 s"),
 ])  # fmt: skip
 def test_learning_that_stopped_while_time_was_left(
     used: str, needed: str, took: int, words: str | None, tmp_path: Path

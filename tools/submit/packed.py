@@ -160,7 +160,7 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
     found = {evidence.seed: evidence for evidence in evidence_of(folder)}
     for seed in _declared_seeds(folder):
         if seed not in found:
-            yield fail("A5", f"seed {seed} is declared, but its log or summary is missing", SUBMISSION, REMEDY)
+            yield fail("A5", f"seed {seed} is declared, but lacks its log or summary", SUBMISSION, REMEDY)
             continue
         log, summary = found[seed].log, found[seed].summary
         if nested(summary, "seed") not in (None, seed):
