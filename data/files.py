@@ -91,8 +91,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[int]:
+def exclusive(path: Path, wait: bool = False) -> Iterator[int]:
     """Hold `path` as a lock, so that two commands do not write to one folder. DataError when it is held.
+
+    wait: until it is free, where others hold it for moments.
 
     The system lets go of it when the process ends, however it ends, and so have all that have inherited the
     descriptor, which this yields.
@@ -105,7 +107,7 @@ def exclusive(path: Path) -> Iterator[int]:
         raise explain_os_error(error, path) from error
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise DataError(f"{path}: another command is writing to {path.parent}; wait for it") from error
         yield descriptor

@@ -323,6 +323,24 @@ def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, refusal: Tool) -> None
     assert "MATRIX_LR is 0.02" in message and "0.03 in" in message
 
 
+def test_a_record_has_one_hardware_and_one_set_of_data(tmp_path: Path, refusal: Tool, tool: Tool) -> None:
+    """A run that does not say is not refused for it; threads of the host change nothing on GPUs."""
+    machine = {"gpus": [], "cores": 2, "world_size": 1, "device": "CPU", "threads": 2}
+    first = make_run(tmp_path / "a", 1, summary_changes={"hardware": machine})
+    changes: dict[str, dict[str, Any]] = {
+        f"world_size is 1 in {first}; 2 in": {"hardware": {**machine, "world_size": 2}},
+        f"device is CPU in {first}; GPU in": {"hardware": {**machine, "device": "GPU"}},
+        "the hash of the shards is ": {"data": {"hashes": {"shards": "other"}}},
+    }
+    named = {"data": {"hashes": {"shards": "one"}}, "hardware": machine}
+    first_data = make_run(tmp_path / "data", 1, summary_changes=named)
+    for number, (message, change) in enumerate(changes.items()):
+        other = make_run(tmp_path / str(number), 2, summary_changes=change)
+        assert message in refusal(first_data if "data" in change else first, other)
+    other = make_run(tmp_path / "threads", 2, summary_changes={"hardware": {**machine, "threads": 4}})
+    tool("pack", first, other, "--name", "Threads", "--records", tmp_path / "records")
+
+
 def test_the_submission_and_the_excess_are_told(tmp_path: Path, refusal: Tool, tool: Tool) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config={"ARTIFACT_BYTES_MAX": "301000"})
     excess = 300_000 + len(SOURCE.encode()) - 301_000

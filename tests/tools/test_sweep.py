@@ -185,6 +185,55 @@ def test_a_row_may_have_a_script_and_another_may_score_its_artifacts_again(
     begun = (fast / "starts").read_text().splitlines()
     assert begun == [f"slower-seed{seed} begun" for seed in (1, 2, 3)]
     assert re.search(r"^warning: fork\.py changed between these runs: versions \w+, \w+$", printed, re.M)
+    # An artifact that was made again since is not the one that was scored.
+    summary = folder / "slower-seed1/summary.json"
+    written = json.loads(summary.read_text())
+    summary.write_text(json.dumps({**written, "artifact": {"sha256": "0" * 64}}))
+    assert main(["sweep", "rates.txt"]) == 2
+    told = capfd.readouterr().err
+    assert "slower-seed1 has scored another model.bin than runs/rates/fork-seed1 has now" in told
+
+
+def test_what_an_edited_script_would_score_is_not_taken_from_before(
+    fast: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A comment is no edit, and a row may keep the version that it had."""
+    trains = "".join(f"    {line}\n" for line in TRAINER.splitlines())
+    (fast / "fork.py").write_text(f"if __name__ == '__main__':\n{trains}    sys.exit()\n{FORK}")
+    text = (fast / "rates.txt").read_text()
+    (fast / "rates.txt").write_text(text.replace("trainer.py", "fork.py"))
+    assert sweep(capfd)[0] == 0
+    begun = (fast / "starts").read_text()
+    (fast / "fork.py").write_text((fast / "fork.py").read_text() + "# a comment\n")
+    assert sweep(capfd)[0] == 0
+    (fast / "fork.py").write_text((fast / "fork.py").read_text().replace("bpb = 1.5 +", "bpb = 1.4 +"))
+    assert main(["sweep", "rates.txt"]) == 2
+    told = capfd.readouterr().err
+    assert "runs/rates/base-seed1 is a run of another version of fork.py" in told
+    assert (fast / "starts").read_text() == begun
+    pinned = re.search(r"script=\S+", told)
+    assert pinned is not None
+    for row in ("base", "low", "high"):
+        text = (fast / "rates.txt").read_text()
+        (fast / "rates.txt").write_text(text.replace(f"{row}:", f"{row}: {pinned[0]}"))
+    add_rows(fast, "edited: MATRIX_LR=0.025\n")
+    status, printed = sweep(capfd)
+    assert status == 0 and re.search(r"^edited +3 +1\.42000 +-0\.10000", printed, re.MULTILINE)
+
+
+def test_runs_of_another_machine_or_other_data_are_named(
+    fast: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "warning" not in sweep(capfd)[1]
+    for seed in (1, 2):
+        for row in ("base", "low"):
+            other_data = {"data": {"hashes": {"shards": seed}}}
+            said = {"hardware": {"device": f"CPU {seed}"}} if row == "base" else other_data
+            path = fast / f"runs/rates/{row}-seed{seed}/summary.json"
+            path.write_text(json.dumps({"exit": "finished", **said}))
+    printed = sweep(capfd, "--table")[1]
+    assert "warning: the runs of low did not read the same shards" in printed
+    assert "warning: these runs ran under different conditions: device CPU 1 and CPU 2" in printed
 
 
 def test_settings_of_the_shell_reach_every_row_and_are_compared(

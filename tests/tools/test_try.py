@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import train_gpt
@@ -161,15 +162,62 @@ def test_what_the_shell_sets_is_for_both_sides_and_named(
         trial.refuse_unknown({"MATRIX_LR": "0.02"}, Path("base.py"), "main")
 
 
-def test_at_equal_time_no_number_of_steps_ends_a_run(tmp_path: Path) -> None:
+def test_at_equal_time_no_number_of_steps_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     budget = tmp_path / "budget.env"
     budget.write_text("ITERATIONS=300\nMAX_WALLCLOCK_SECONDS=60\n")
-    assert sides.budget_settings(budget, "seconds") == {"MAX_WALLCLOCK_SECONDS": "60"}
-    by_steps = {"ITERATIONS": "300", "MAX_WALLCLOCK_SECONDS": "0"}
-    assert sides.budget_settings(budget, "steps") == by_steps
+    by_seconds = sides.budget_of(budget, "seconds")
+    assert by_seconds.settings["MAX_WALLCLOCK_SECONDS"] == "60" and not by_seconds.unused
+    assert int(by_seconds.settings["ITERATIONS"]) > 10_000
+    by_steps = sides.budget_of(budget, "steps")
+    assert by_steps.settings == {"ITERATIONS": "300", "MAX_WALLCLOCK_SECONDS": "0"}
+    assert by_steps.unused == ["MAX_WALLCLOCK_SECONDS=60 is not used: at equal steps, runs have no limit"]
+    # That of the shell neither.
+    monkeypatch.setenv("ITERATIONS", "7")
+    by_seconds = sides.budget_of(budget, "seconds")
+    assert int(by_seconds.settings["ITERATIONS"]) > 10_000
+    assert "ITERATIONS=7 is not used" in by_seconds.unused[0]
     # Then the tokens of a step are one's own choice.
     configs = [train_gpt.Config(train_batch_tokens=2**n, max_wallclock_seconds=60) for n in (18, 19)]
     assert judge.setting_changes(*configs) == []
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_setting_of_the_shell_reaches_both_sides_or_none(
+    try_it: Try, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that only the edited script knows."""
+    (place / "edited.py").write_text(SCRIPT.replace("    new_thing: float", "    newer: float"))
+    monkeypatch.setenv("NEWER", "1")
+    status, lines = try_it("--script", "edited.py")
+    assert status == 2 and "NEWER=1 of the shell is a setting that only edited.py has" in lines[-1]
+    assert not (place / "starts").exists()
+
+
+@pytest.mark.usefixtures("fast")
+def test_what_a_try_sets_itself_is_not_taken_from_elsewhere_in_silence(
+    try_it: Try, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEED", "7")
+    (place / "budget.env").write_text(BUDGET + "RUN_ID=mine\n")
+    _, lines = try_it("MATRIX_LR=0.05", "--seeds", "1")
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert "RUN_ID=mine of budget.env is not used" in notes[0]
+    assert "SEED=7 of the shell is not used" in notes[1]
+
+
+@pytest.mark.usefixtures("fast")
+def test_other_data_are_another_try(try_it: Try, place: Path) -> None:
+    """Whatever of it is scored, read or counted: pairs of both would be mixed."""
+    (place / "data/fineweb_train_000000.bin").write_bytes(b"train")
+    names = set()
+    for path in (None, "data/fineweb_train_000001.bin", "data/fineweb_val_000000.bin", "pieces"):
+        if path:
+            (place / path).write_bytes(b"anew")
+        try_it("MATRIX_LR=0.05", "--seeds", "1")
+        names.add(json.loads((place / "runs/try/log.jsonl").read_text().splitlines()[-1])["name"])
+    assert len(names) == 4 and len((place / "starts").read_text().split()) == 8
 
 
 @pytest.mark.slow
@@ -210,9 +258,50 @@ def test_the_next_try_knows_what_pairs_can_show_and_what_was_kept(try_it: Try, p
     assert "tries with a verdict today: 4" in "\n".join(lines)
 
 
+@pytest.mark.usefixtures("fast")
+def test_a_verdict_is_printed_even_if_it_cannot_be_kept(try_it: Try, place: Path) -> None:
+    (place / "runs/try/log.jsonl").mkdir(parents=True)
+    status, lines = try_it("MATRIX_LR=0.05")
+    assert status == 0 and lines[-1].startswith("keep: ")
+    assert "this verdict is not in the history of tries: runs/try/log.jsonl: Is a directory" in lines[-3]
+
+
+def test_one_wild_try_does_not_hide_what_the_others_can_show(tmp_path: Path) -> None:
+    """And tries that are under way at once all leave their pairs."""
+    def spread() -> history.Spread:
+        return history.Spread(tmp_path, {"budget": "a"})
+
+    noise = np.random.default_rng(0).normal(0, 0.001, (9, 4))
+    at_once = [spread() for _ in noise]
+    for number, (one, differences) in enumerate(zip(at_once, noise.tolist(), strict=True)):
+        one.add(f"try {number}", differences)
+    before = spread().typical()
+    assert before is not None and before[1] == 36 and 0.0007 < before[0] < 0.0014
+    spread().add("diverged", [0.0, 1.0, 2.0, 0.0])
+    after = spread().typical()
+    assert after is not None and after[1] == 40 and after[0] < 1.3 * before[0]
+    # A deviation of few pairs is as often too large as too small.
+    many = np.random.default_rng(1).normal(0, 1, (4001, 4))
+    entry = {"budget": "a", "tries": dict(enumerate(many.tolist()))}
+    (tmp_path / history.SPREAD).write_text(json.dumps({"conditions": [entry]}))
+    typical = spread().typical()
+    assert typical is not None and typical[0] == pytest.approx(1, rel=0.03)
+    (tmp_path / history.SPREAD).write_text('{"conditions": [{"budget": "a"}]}')
+    with pytest.raises(RecordError, match="not what a try has written; move it away"):
+        spread().typical()
+
+
+def test_a_torn_line_of_the_history_takes_no_other_with_it(tmp_path: Path) -> None:
+    (tmp_path / history.VERDICTS).write_text('{"name": "torn", "ver')
+    history.append(tmp_path, name="whole", verdict=KEEP)
+    history.append(tmp_path, name="next", verdict=DROP)
+    assert [entry["name"] for entry in history.entries(tmp_path)] == ["whole", "next"]
+
+
 @pytest.mark.parametrize(("words", "message"), [
     ((), "both sides are the same: base.py is the script of base.py, and no setting differs"),
     (("MATRIX_LR=x",), "MATRIX_LR='x'"), (("MATRIX_LR",), "is not SETTING=VALUE"),
+    (("MATRIX_LR=0.02", "MATRIX_LR=0.03"), "MATRIX_LR is given twice, as '0.02' and '0.03'"),
     (("SEED=2",), "is set automatically for each run"), (("MATRIX_LRR=1",), "MATRIX_LRR is not a setting"),
     (("ITERATIONS=20",), "ITERATIONS=10 → 20: budget and scoring must be the same"),
     (("EVAL_STRIDE=16",), "EVAL_STRIDE > 0=False → True"), (("CPU_THREADS=1",), "CPU_THREADS=0 → 1"),
@@ -264,12 +353,16 @@ def test_a_run_that_fails_and_other_conditions_end_a_try(
     assert status == 2 and "different conditions (device CPU and another CPU)" in lines[-1]
 
 
+def git_in(folder: Path, *words: str) -> None:
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b"]
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+
+
 def test_the_base_is_where_the_branch_left_main_or_what_was_kept(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def git(*words: str) -> None:
-        identity = ["-c", "user.name=A", "-c", "user.email=a@b"]
-        subprocess.run(["git", *identity, *words], cwd=place, check=True, capture_output=True)
+        git_in(place, *words)
 
     monkeypatch.setattr(sides, "REPO", place)
     monkeypatch.setattr(sides, "SCRIPT", place / "train_gpt.py")
@@ -285,6 +378,39 @@ def test_the_base_is_where_the_branch_left_main_or_what_was_kept(
     assert sides.base_side(None, place).script == b"first\n"
     assert sides.base_side("HEAD", place).script == b"second\n"
     assert sides.base_side("train_gpt.py", place).script == b"second\n"
+    # A main that nobody has updated since does not count the work of others as one's own.
+    git("update-ref", "refs/remotes/origin/main", "HEAD")
+    script.write_text("third\n")
+    git("commit", "-am", "three")
+    side = sides.base_side(None, place)
+    assert side.script == b"second\n" and side.origin.endswith("where this branch left origin/main")
+    # Of a fork, main is what it calls so; where nothing says what that is, one has to.
+    git("branch", "-m", "main", "trunk")
+    git("update-ref", "refs/remotes/origin/trunk", "trunk")
+    git("update-ref", "-d", "refs/remotes/origin/main")
+    git("symbolic-ref", "refs/remotes/origin/HEAD", "refs/remotes/origin/trunk")
+    side = sides.base_side(None, place)
+    assert side.script == b"first\n" and side.origin.endswith("where this branch left trunk")
+    git("symbolic-ref", "-d", "refs/remotes/origin/HEAD")
+    with pytest.raises(RecordError, match=r"called main or master.* --base HEAD is the last commit"):
+        sides.base_side(None, place)
+
+
+def test_the_repository_may_be_a_folder_of_a_larger_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose main has a script of that name at its top; or knows nothing of ours."""
+    ours = place / "ours"
+    ours.mkdir()
+    monkeypatch.setattr(sides, "REPO", ours)
+    monkeypatch.setattr(sides, "SCRIPT", ours / "train_gpt.py")
+    for path, text in ((place / "train_gpt.py", "theirs\n"), (ours / "train_gpt.py", "committed\n")):
+        path.write_text(text)
+    for words in (["init", "-b", "main"], ["add", "train_gpt.py"], ["commit", "-m", "one"]):
+        git_in(place, *words)
+    assert sides.base_side(None, place).origin == "train_gpt.py without the change"
+    git_in(place, "add", "ours")
+    git_in(place, "commit", "-m", "two")
+    (ours / "train_gpt.py").write_text("edited\n")
+    assert sides.base_side(None, place).script == sides.base_side("HEAD", place).script == b"committed\n"
 
 
 @pytest.mark.slow  # 24 runs of the script

@@ -1,7 +1,8 @@
 """One run of a row with a seed: started, resumed or skipped, whatever was there before.
 
 A run is in FOLDER/ROW-seedSEED. Nothing is overwritten: a run that cannot be resumed moves to
-FOLDER/stopped. A run with other settings than the row has now is refused.
+FOLDER/stopped. A run with other settings than the row has now, or of a script that was edited since, is
+refused.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data.files import exclusive
+from data.files import exclusive, sha256_file
 from tools.compare import overview
 from tools.compare.rows import SET_BY_THE_DRIVER, Row
+from tools.runs.derive import mapping
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG, required_object
 from tools.runs.runs import FINISHED, SUMMARY, settings_of
 from tools.runs.settings import plain_values
+from tools.runs.source import same_program
 
 ARTIFACT = "model.bin"
 CHECKPOINT = "checkpoint.pt"
@@ -49,7 +52,10 @@ def run_once(row: Row, seed: str, folder: Path, quiet: bool = False) -> str:
     directory = directory_of(folder, row.name, seed)
     if (directory / CONFIG).is_file():
         refuse_other_settings(directory, row, seed)
-    if not is_finished(directory):
+    if is_finished(directory):
+        refuse_other_script(directory, row)
+        refuse_other_artifact(directory, directory_of(folder, row.of, seed) if row.of else None)
+    else:
         variables = {**row.settings, "SEED": seed, "RUNS_DIR": str(folder), "RUN_ID": directory.name}
         if row.of:
             variables["EVAL_ONLY"] = str(directory_of(folder, row.of, seed) / ARTIFACT)
@@ -115,6 +121,35 @@ def refuse_other_settings(directory: Path, row: Row, seed: str) -> None:
         got = ", ".join(f"{name}={written[name]}, not {wanted[name]}" for name in differs)
         raise RecordError(f"{directory} was started with other settings ({got}); give the row another name, "
                           "or move that directory away")  # fmt: skip
+
+
+def refuse_other_script(directory: Path, row: Row) -> None:
+    """RecordError if another program made a finished run than the row would start now.
+
+    Its score would pass for that of the edited script. Comments do not count. A run that is not finished is
+    started over, or resumed by its script, which looks for itself.
+    """
+    kept, current = directory / SCRIPT, Path(row.start[-1])
+    if not kept.is_file() or not current.is_file():
+        return
+    then, now = (path.read_text(encoding="utf-8", errors="replace") for path in (kept, current))
+    if not same_program(then, now):
+        raise RecordError(f"{directory} is a run of another version of {current}; give the row another name "
+                          "(make seeds: another NAME), move that directory away, or keep its version with "
+                          f"script={shlex.quote(str(kept))} in the row")  # fmt: skip
+
+
+def refuse_other_artifact(directory: Path, trained: Path | None) -> None:
+    """RecordError if a finished run scored an artifact that its row has replaced since.
+
+    trained: the run whose artifact it is; None: one of its own.
+    """
+    if trained is None or not (trained / ARTIFACT).is_file():
+        return
+    scored = mapping(required_object(directory / SUMMARY), "artifact").get("sha256")
+    if scored and scored != sha256_file(trained / ARTIFACT):
+        raise RecordError(f"{directory} has scored another {ARTIFACT} than {trained} has now; move that "
+                          "directory away, and the sweep scores the new one")  # fmt: skip
 
 
 def keep_aside(directory: Path) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import median, stdev
+from typing import Any, BinaryIO
 
+from data.files import exclusive, explain_os_error
 from tools.compare.sequential import KEEP, resolution
 from tools.runs.errors import RecordError
 from tools.runs.folder import required_object
@@ -35,52 +36,81 @@ class Spread:
 
     def __init__(self, runs: Path, here: Mapping[str, Any]) -> None:
         self._path = runs / SPREAD
-        self._entries: list[dict[str, Any]] = []
-        if self._path.is_file():
-            self._entries = required_object(self._path).get("conditions", [])
-        self._here: dict[str, Any] = {**here, "tries": {}}
-        for entry in self._entries:
-            if all(entry.get(name) == value for name, value in here.items()):
-                self._here = entry
+        self._conditions = dict(here)
 
-    def pooled(self) -> tuple[float, int] | None:
-        """The standard deviation of differences within a try, and of how many pairs; None without any.
+    def _entries(self) -> list[dict[str, Any]]:
+        """What the file holds, by conditions. RecordError where it was edited into something else."""
+        if not self._path.is_file():
+            return []
+        found: Any = required_object(self._path).get("conditions")
+        entries = found if isinstance(found, list) else [found]
+        if not all(isinstance(entry, dict) and isinstance(entry.get("tries"), dict) for entry in entries):
+            raise RecordError(f"{self._path}: not what a try has written; move it away, and the next try "
+                              "measures the spread again")  # fmt: skip
+        return entries
 
-        Tries that changed no score are left out: they would say that nothing scatters.
+    def _is_here(self, entry: Mapping[str, Any]) -> bool:
+        return all(entry.get(name) == value for name, value in self._conditions.items())
+
+    def typical(self) -> tuple[float, int] | None:
+        """The standard deviation of differences in a typical try, and of how many pairs; None without any.
+
+        It is the median over tries. A change that trains badly scatters a hundred times as much as others do,
+        and would dominate a mean forever. A deviation of few pairs is more often too small than too large, so
+        each is first divided by the median that it would have if the true one were 1. Tries that changed no
+        score are left out: they would say that nothing scatters.
         """
-        squares, pairs, tries = 0.0, 0, 0
-        for differences in self._here["tries"].values():
-            if any(differences) and len(differences) > 1:
-                center = fmean(differences)
-                squares += sum((value - center) ** 2 for value in differences)
-                pairs += len(differences)
-                tries += 1
-        return ((squares / (pairs - tries)) ** 0.5, pairs) if squares else None
+        from scipy import special  # here, as it is slow to import
+
+        deviations, pairs = [], 0
+        for entry in filter(self._is_here, self._entries()):
+            for differences in entry["tries"].values():
+                if len(differences) > 1 and stdev(differences) > 0:
+                    freedom = len(differences) - 1
+                    squares_of_one = 2 * float(special.gammaincinv(freedom / 2, 0.5))  # the median of χ²
+                    deviations.append(stdev(differences) * (freedom / squares_of_one) ** 0.5)
+                    pairs += len(differences)
+        return (median(deviations), pairs) if deviations else None
 
     def in_words(self) -> str:
         """The smallest difference that N pairs can show; or that the first pairs will measure it."""
-        known = self.pooled()
+        known = self.typical()
         if known is None:
             return ("how small a difference this budget can show on this machine is not known yet: the first "
                     "pairs will measure it")  # fmt: skip
         spread, pairs = known
         sizes = ", ".join(f"{count} pairs {size:.4f}" for count, size in resolution(spread).items())
-        return (f"differences have a standard deviation of {spread:.4f} here ({pairs} earlier pairs), so the "
-                f"smallest mean difference that a try can show is, with {sizes}")  # fmt: skip
+        return (f"differences have a typical standard deviation of {spread:.4f} here ({pairs} earlier pairs), so "
+                f"the smallest mean difference that a try can show is, with {sizes}")  # fmt: skip
 
     def add(self, name: str, differences: Sequence[float]) -> None:
-        """Keep the differences of a try, and replace those that it had."""
-        self._here["tries"][name] = list(differences)
-        if self._here not in self._entries:
-            self._entries.append(self._here)
-        write_text(self._path, json_text({"conditions": self._entries}))
+        """Keep the differences of a try, and replace those that it had; others may be adding theirs."""
+        with exclusive(self._path.with_name(f".{SPREAD}.lock"), wait=True):
+            entries = self._entries()
+            entry = next(filter(self._is_here, entries), None)
+            if entry is None:
+                entry = {**self._conditions, "tries": {}}
+                entries.append(entry)
+            entry["tries"][name] = list(differences)
+            write_text(self._path, json_text({"conditions": entries}))
 
 
 def append(runs: Path, **entry: Any) -> None:
-    """One line for a verdict."""
+    """One line for a verdict. DataError where it cannot be written."""
     line = json.dumps({"time": datetime.now().isoformat(timespec="seconds"), **entry})
-    with (runs / VERDICTS).open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    path = runs / VERDICTS
+    try:
+        with path.open("ab+") as file:
+            is_torn = file.tell() > 0 and last_byte(file) != b"\n"
+            file.write(f"{chr(10) if is_torn else ''}{line}\n".encode())
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+
+
+def last_byte(file: BinaryIO) -> bytes:
+    """That of a file that is not empty."""
+    file.seek(-1, os.SEEK_END)
+    return file.read()
 
 
 def entries(runs: Path) -> list[dict[str, Any]]:

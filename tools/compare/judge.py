@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data.files import sha256_file
-from tools.runs.derive import mapping
 from tools.runs.errors import RecordError
-from tools.runs.folder import required_object
-from tools.runs.runs import SUMMARY
 from tools.runs.script import find_path
 
 BANNER = re.compile(r"^# =+\n# ([A-Za-z]+)\b.*\n# =+$", re.MULTILINE)
@@ -26,7 +23,6 @@ SCORING_ELSEWHERE = ("open_shards", "read_tokens", "read_validation", "whole_run
 # Settings that are the budget or the judge of a comparison, and so the same on both sides.
 SHARED = ("ITERATIONS", "MAX_WALLCLOCK_SECONDS", "MAX_EVAL_SECONDS", "ARTIFACT_BYTES_MAX", "VAL_TOKENS_LIMIT",
           "TTT_ENABLED", "DEVICE", "CPU_THREADS", "COMPUTE_DTYPE", "COMPILE")  # fmt: skip
-CONDITIONS = ("device", "dtype", "threads", "world_size", "gpus")  # of a summary's hardware
 
 
 def scoring_code(script: Path) -> dict[str, str]:
@@ -90,7 +86,8 @@ def setting_changes(base: Any, new: Any) -> list[str]:
 
 def data_changes(base: Any, new: Any) -> list[str]:
     """Files of the validation text and the tokenizer whose bytes are not the same on both sides."""
-    return changed_names(scored_files(base), scored_files(new))
+    before, after = (scored_files(config.data_path, config.tokenizer_path) for config in (base, new))
+    return changed_names(before, after)
 
 
 def changed_names(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
@@ -98,32 +95,21 @@ def changed_names(before: Mapping[str, str], after: Mapping[str, str]) -> list[s
     return [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
 
 
-def scored_files(config: Any) -> dict[str, str]:
+def scored_files(data_path: str, tokenizer_path: str) -> dict[str, str]:
     """SHA-256 by name of the tokenizer, and of all validation shards with their sidecars."""
-    paths = sorted(find_path(config.data_path).glob("fineweb_val_*.bin"))
-    hashes = {}
-    for path in paths:
-        hashes[path.name] = sha256_file(path)
-    tokenizer = find_path(config.tokenizer_path)
+    paths = sorted(find_path(data_path).glob("fineweb_val_*.bin"))
+    hashes = {path.name: sha256_file(path) for path in paths}
+    tokenizer = find_path(tokenizer_path)
     if tokenizer.is_file():
         hashes["tokenizer"] = sha256_file(tokenizer)
     return hashes
 
 
-def conditions_of(directory: Path) -> dict[str, str]:
-    """Where a finished run ran: its summary's hardware, and the versions that round."""
-    summary = required_object(directory / SUMMARY)
-    hardware = mapping(summary, "hardware")
-    found = {name: str(hardware[name]) for name in CONDITIONS if name in hardware}
-    found["torch"] = str(mapping(summary, "versions").get("torch", ""))
-    return found
+def files_read(data_path: str, tokenizer_path: str) -> dict[str, str]:
+    """What identifies the data of a run: the files that it is scored on, and the sizes of those it reads.
 
-
-def unlike_conditions(directories: Sequence[Path]) -> str:
-    """In what the conditions of finished runs differ, in words; empty where they are the same."""
-    found = [conditions_of(directory) for directory in directories]
-    for name in found[0]:
-        values = {conditions[name] for conditions in found if name in conditions}
-        if len(values) > 1:
-            return f"{name} {' and '.join(sorted(values))}"
-    return ""
+    Hashing all training shards would take minutes. Those of other text have another number of tokens.
+    """
+    paths = sorted(find_path(data_path).glob("fineweb_train_*.bin"))
+    sizes = {path.name: f"{path.stat().st_size} bytes" for path in paths}
+    return {**scored_files(data_path, tokenizer_path), **sizes}

@@ -132,7 +132,7 @@ def pairs(place: str, words: Sequence[str]) -> dict[str, str]:
 
     place: where they are, for the message.
     """
-    found = {}
+    found: dict[str, str] = {}
     for word in words:
         variable, equals, value = word.partition("=")
         if not equals:
@@ -140,6 +140,8 @@ def pairs(place: str, words: Sequence[str]) -> dict[str, str]:
         if variable in SET_BY_THE_DRIVER:
             raise RecordError(f"{place}: {variable} is set automatically for each run; for seeds, try has "
                               "--seeds, and a sweep its line `seeds:`")  # fmt: skip
+        if variable in found:
+            raise RecordError(f"{place}: {variable} is given twice, as {found[variable]!r} and {value!r}")
         found[variable] = value
     return found
 

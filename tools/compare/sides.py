@@ -7,7 +7,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +17,11 @@ from tools.compare.rows import SET_BY_THE_DRIVER, pairs, settings_of_shell
 from tools.runs.errors import RecordError
 from tools.runs.folder import Folder
 from tools.runs.runs import LOG
-from tools.runs.script import ConfigError, read_config_file
+from tools.runs.script import Config, ConfigError, read_config_file
 
 SCRIPT = REPO / "train_gpt.py"
 BUDGET = REPO / "configs" / "cpu_try.env"
-MAIN_BRANCHES = ("main", "origin/main", "master", "origin/master")
+MAIN_BRANCHES = ("main", "master")  # and what a remote calls its default
 LAST_KEEP = "keep"  # what --base calls the last try that was kept
 BASE, NEW = "base", "new"
 NAME_LENGTH_MAX = 60
@@ -49,12 +49,36 @@ def base_side(named: str | None, runs: Path) -> Side:
         return folder_side(Path(named))
     if named is not None:
         return commit_side(named, f"commit {named}")
-    for branch in MAIN_BRANCHES:
-        commit = git("merge-base", "HEAD", branch)
-        if commit is not None:
-            short = commit.decode().strip()[:9]
-            return commit_side(short, f"{short}, where this branch left {branch}")
+    if git("show", f"HEAD:./{SCRIPT.name}") is not None:
+        commit, branch = left_main()
+        return commit_side(commit[:9], f"{commit[:9]}, where this branch left {branch}")
+    # No git, or one that knows nothing of the script.
     return kept_side(runs) or Side(script_bytes(SCRIPT), {}, f"{SCRIPT.name} without the change")
+
+
+def left_main() -> tuple[str, str]:
+    """The commit where this branch left main, and the name of main. RecordError where none is known.
+
+    There may be several, such as a local main that nobody has updated since the branch began at origin's. The
+    one with the fewest commits up to here is the branch's own beginning.
+    """
+    heads = lines_of_git("for-each-ref", "--format=%(symref)", "refs/remotes/*/HEAD")
+    names = [*MAIN_BRANCHES, *(head.split("/", 3)[-1] for head in heads if head)]
+    patterns = [f"refs/{place}/{name}" for name in dict.fromkeys(names) for place in ("heads", "remotes/*")]
+    found = []
+    for branch in lines_of_git("for-each-ref", "--format=%(refname)", *patterns):
+        for commit in lines_of_git("merge-base", "HEAD", branch):
+            (since,) = lines_of_git("rev-list", "--count", f"{commit}..HEAD")
+            is_remote = branch.startswith("refs/remotes/")
+            found.append((int(since), is_remote, commit, branch.split("/", 2)[-1]))
+    if not found:
+        names_of_main = " or ".join(MAIN_BRANCHES)
+        raise RecordError(
+            f"no branch that this one left is called {names_of_main}, or is a remote's default; name what to "
+            "compare with: --base HEAD is the last commit"
+        )
+    *_, commit, branch = min(found)
+    return commit, branch
 
 
 def git(*arguments: str) -> bytes | None:
@@ -66,9 +90,14 @@ def git(*arguments: str) -> bytes | None:
     return done.stdout if done.returncode == 0 else None
 
 
+def lines_of_git(*arguments: str) -> list[str]:
+    """The lines that git prints; none where it fails."""
+    return (git(*arguments) or b"").decode("utf-8", "surrogateescape").split("\n")[:-1]
+
+
 def commit_side(ref: str, origin: str) -> Side:
     """The script of a commit. RecordError where there is none."""
-    source = git("show", f"{ref}:{SCRIPT.name}")
+    source = git("show", f"{ref}:./{SCRIPT.name}")  # the repository may be a folder of a larger one
     if source is None:
         raise RecordError(f"--base {ref}: expected a script, the folder of a record or run, or a commit "
                           f"with a {SCRIPT.name}")  # fmt: skip
@@ -105,31 +134,57 @@ def changes_of(words: list[str]) -> dict[str, str]:
     return pairs("try", words)
 
 
-def budget_settings(path: Path, equal: str) -> dict[str, str]:
-    """The settings of both sides: those of a file, and over them those of the shell."""
+@dataclass(frozen=True)
+class Budget:
+    """The settings of both sides, and in words what was set that a try has no use for."""
+
+    settings: dict[str, str]
+    unused: list[str]
+
+
+def budget_of(path: Path, equal: str) -> Budget:
+    """What a file sets, and over it the shell."""
     try:
-        settings = read_config_file(str(path))
+        of_file = read_config_file(str(path))
     except ConfigError as error:
         raise RecordError(f"--config {path}: {error}") from error
-    settings |= settings_of_shell(os.environ)
+    settings = {**of_file, **settings_of_shell(os.environ)}
+    unused = []
+    for place, given in ((str(path), of_file), ("the shell", os.environ)):
+        for name in SET_BY_THE_DRIVER:
+            if given.get(name) and (name, place) != ("RUNS_DIR", "the shell"):  # that one holds the tries
+                unused.append(f"{name}={given[name]} of {place} is not used: try sets it for each run")
     for name in ("CONFIG", *SET_BY_THE_DRIVER):
         settings.pop(name, None)
+    limit = settings.get("MAX_WALLCLOCK_SECONDS", "0")
     if equal == "steps":
         if "ITERATIONS" not in settings:
             raise RecordError(f"{path} has no ITERATIONS: add the number of steps, or use --equal seconds")
         settings["MAX_WALLCLOCK_SECONDS"] = "0"
-    else:
-        if settings.get("MAX_WALLCLOCK_SECONDS", "0") in ("0", "0.0"):
-            raise RecordError(f"--equal seconds gives both sides a time limit, and {path} has none: copy it, "
-                              "set MAX_WALLCLOCK_SECONDS=60, and pass the copy with --config")  # fmt: skip
-        # Where runs end after so many steps, a change that makes steps longer would lose nothing by it.
-        settings.pop("ITERATIONS", None)
-    return settings
+        if limit not in ("0", "0.0"):
+            unused.append(f"MAX_WALLCLOCK_SECONDS={limit} is not used: at equal steps, runs have no limit")
+        return Budget(settings, unused)
+    if limit in ("0", "0.0"):
+        raise RecordError(f"--equal seconds gives both sides a time limit, and {path} has none: copy it, "
+                          "set MAX_WALLCLOCK_SECONDS=60, and pass the copy with --config")  # fmt: skip
+    # Where runs end after so many steps, a change that makes steps longer would lose nothing by it.
+    settings["ITERATIONS"] = Config().as_env()["ITERATIONS"]  # over that of the shell
+    steps = os.environ.get("ITERATIONS")
+    if steps:
+        unused.append(f"ITERATIONS={steps} is not used: at equal seconds, the clock ends a run")
+    return Budget(settings, unused)
 
 
-def folder_name(changes: Mapping[str, str], base: Side, new: Side, budget: Mapping[str, str]) -> str:
-    """A name for these two sides at this budget: other scripts or settings have another."""
-    settings = json.dumps([base.settings, new.settings, dict(budget)], sort_keys=True).encode()
+def folder_name(
+    changes: Mapping[str, str],
+    base: Side,
+    new: Side,
+    budget: Mapping[str, str],
+    data: Sequence[Mapping[str, str]],
+) -> str:
+    """A name for these two sides at this budget: other scripts, settings or data have another."""
+    parts = [base.settings, new.settings, dict(budget), *map(dict, data)]
+    settings = json.dumps(parts, sort_keys=True).encode()
     digest = hashlib.sha256(b"\0".join([base.script, new.script, settings])).hexdigest()[:8]
     words = "-".join(f"{name.lower()}-{value.lower()}" for name, value in changes.items()) or "code"
     return f"{re.sub(r'[^a-z0-9.+-]+', '_', words)[:NAME_LENGTH_MAX]}-{digest}"

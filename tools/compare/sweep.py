@@ -16,8 +16,9 @@ artifacts of that row again, with that row's settings and the ones given here. S
 every row, unless the row has its own.
 
 The runs are in runs/FILE/ROW-seedS. If you start a sweep again, it skips what is finished and resumes what
-has a checkpoint. A run without one starts over, and its old directory moves to runs/FILE/stopped. A run that
-fails or exceeds a limit ends the sweep.
+has a checkpoint. A run without one starts over, and its old directory moves to runs/FILE/stopped. If you have
+edited the script since a run finished, the sweep stops there. A run that fails or exceeds a limit ends the
+sweep.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from pathlib import Path
 from statistics import fmean
 
 from tools.compare import overview
-from tools.compare.driver import directory_of, locked, run_once, scores_of, version_of
+from tools.compare.driver import directory_of, is_finished, locked, run_once, scores_of, version_of
 from tools.compare.rows import Row, Sweep, read_sweep
+from tools.runs.conditions import unlike_conditions, unlike_data
 from tools.runs.logs import STAGES
 from tools.runs.runs import LOG
 from tools.runs.settings import UNSET
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         print(overview.table([overview.read_row(path) for path in begun]))
         print()
     print(differences(sweep, folder))
-    for warning in mixed_versions(sweep, folder):
+    for warning in [*mixed_versions(sweep, folder), *mixed_places(sweep, folder)]:
         print(warning)
     return 0
 
@@ -93,7 +95,7 @@ def differences(sweep: Sweep, folder: Path) -> str:
         first = next(iter(reached.values()), {})
         if any(found != first for found in reached.values()) or (reached and len(scores) == 1):
             tables.append(table_of(overview.STAGE_HEADS[stage], reached))
-    return "\n\n".join(tables) or "no two rows have a score yet"
+    return "\n\n".join(tables) or "no two rows have different scores of the same kind yet"
 
 
 def scores_by_stage(row: Row, seeds: list[str], folder: Path) -> Scores:
@@ -140,4 +142,18 @@ def mixed_versions(sweep: Sweep, folder: Path) -> list[str]:
         found = sorted(kept - {""})
         if len(found) > 1:
             warnings.append(f"warning: {script} changed between these runs: versions {', '.join(found)}")
+    return warnings
+
+
+def mixed_places(sweep: Sweep, folder: Path) -> list[str]:
+    """A warning if the runs ran under different conditions, and for each row whose runs read other data."""
+    warnings, everywhere = [], []
+    for row in sweep.rows.values():
+        directories = [directory_of(folder, row.name, seed) for seed in sweep.seeds]
+        finished = [directory for directory in directories if is_finished(directory)]
+        everywhere += finished
+        if finished and (read := unlike_data(finished)):
+            warnings.append(f"warning: the runs of {row.name} did not read the same {read}")
+    if everywhere and (unlike := unlike_conditions(everywhere)):
+        warnings.append(f"warning: these runs ran under different conditions: {unlike}")
     return warnings

@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import fmean
 
 from data import sample
-from data.files import write_bytes
+from data.files import DataError, write_bytes
 from tools.compare import history, judge, overview
 from tools.compare.driver import directory_of, is_finished, locked, run_once, scores_of
 from tools.compare.rows import Row, config_class, settings_of_shell
@@ -54,16 +54,17 @@ from tools.compare.sides import (
     SCRIPT,
     Side,
     base_side,
-    budget_settings,
+    budget_of,
     changes_of,
     folder_name,
     script_bytes,
 )
+from tools.runs.conditions import unlike_conditions
 from tools.runs.errors import RecordError
 from tools.runs.folder import required_object
 from tools.runs.logs import STAGES
 from tools.runs.runs import LOG, SUMMARY
-from tools.runs.script import find_path, similar_setting
+from tools.runs.script import Config, find_path, similar_setting
 from tools.runs.settings import UNSET
 from tools.runs.stats import of_pairs, p_text
 from tools.runs.writing import columns
@@ -123,16 +124,21 @@ def run(args: argparse.Namespace) -> int:
     if (base.script, base.settings) == (new.script, new.settings):
         raise RecordError(f"both sides are the same: {args.script} is the script of {base.origin}, and no "
                           "setting differs; edit it, add SETTING=VALUE, or name another --base")  # fmt: skip
-    budget = budget_settings(args.config or Path(os.environ.get("CONFIG") or BUDGET), args.equal)
+    given = budget_of(args.config or Path(os.environ.get("CONFIG") or BUDGET), args.equal)
+    budget = given.settings
     make_sample(budget)
-    folder = args.runs / folder_name(changes, base, new, budget)
+    data = [data_of(budget, side) for side in (base, new)]
+    folder = args.runs / folder_name(changes, base, new, budget, data)
     rows = make_rows(folder, {BASE: base, NEW: new}, budget, shlex.split(args.start))
 
     print(f"try {' '.join(args.changes) or args.script.name} against {base.origin}")
     print(f"budget: {budget_in_words(rows[BASE], args.equal)}; runs in {folder}")
-    of_shell = [f"{name}={budget[name]}" for name in settings_of_shell(os.environ) if name in budget]
-    if of_shell:
-        print(f"from the shell, for both sides: {' '.join(of_shell)}")
+    of_shell = settings_of_shell(os.environ)
+    used = [f"{name}={value}" for name, value in of_shell.items() if budget.get(name) == value]
+    if used:
+        print(f"from the shell, for both sides: {' '.join(used)}")
+    for remark in given.unused:
+        print(f"note: {remark}")
     spread = history.Spread(args.runs, history.conditions(budget))
     print(spread.in_words(), flush=True)
     seeds = [str(config_class(None)().seed + number) for number in range(args.seeds)]
@@ -140,20 +146,29 @@ def run(args: argparse.Namespace) -> int:
         pairs = train_pairs(rows, seeds, folder, args.useful)
     differences = [pair.difference for pair in pairs]
     outcome = verdict(differences, args.useful)
-    spread.add(folder.name, differences)
-    change = of_pairs(differences)
-    history.append(
-        args.runs, name=folder.name, settings=new.settings, base=base.origin, pairs=len(pairs),
-        difference=change.difference, p=change.p, verdict=outcome.word, why=outcome.why,
-    )  # fmt: skip
 
     print(f"\n{table(pairs)}\n")
     for remark in remarks(pairs, folder, outcome, args.equal):
         print(remark)
+    change = of_pairs(differences)
+    try:
+        spread.add(folder.name, differences)
+        history.append(
+            args.runs, name=folder.name, settings=new.settings, base=base.origin, pairs=len(pairs),
+            difference=change.difference, p=change.p, verdict=outcome.word, why=outcome.why,
+        )  # fmt: skip
+    except DataError as error:  # hours of runs are not to end without their verdict
+        print(f"note: this verdict is not in the history of tries: {error}")
     print(f"tries with a verdict today: {history.tries_of_today(args.runs)}; of changes that do nothing, "
           "about one in 20 gets a wrong verdict")  # fmt: skip
     print(last_line(pairs, outcome))
     return EXIT[outcome.word]
+
+
+def data_of(budget: Mapping[str, str], side: Side) -> dict[str, str]:
+    """What identifies the data that a side reads."""
+    settings = {**Config().as_env(), **budget, **side.settings}
+    return judge.files_read(settings["DATA_PATH"], settings["TOKENIZER_PATH"])
 
 
 def make_sample(budget: Mapping[str, str]) -> None:
@@ -179,6 +194,7 @@ def make_rows(
             write_bytes(scripts[name], side.script)
             settings = {**budget, **side.settings}
             refuse_unknown(settings, scripts[name], side.origin)
+            refuse_unshared(settings, scripts[name], side.origin)
             # The shell may name a CONFIG, whose settings are in the budget already.
             settings["CONFIG"] = "none"
             rows[name] = Row(name, settings, [*start, str(scripts[name])], scripts[name])
@@ -205,6 +221,14 @@ def refuse_unknown(settings: Mapping[str, str], script: Path, origin: str) -> No
             else:
                 hint = f"did you mean {near}?"
             raise RecordError(f"{name} is not a setting of {origin}; {hint}")
+
+
+def refuse_unshared(settings: Mapping[str, str], script: Path, origin: str) -> None:
+    """RecordError for a setting of the shell that only this side has: it would be a hidden change."""
+    for name, value in settings_of_shell(os.environ, script).items():
+        if name != "CONFIG" and name not in settings:
+            raise RecordError(f"{name}={value} of the shell is a setting that only {origin} has; unset it, "
+                              f"and for your own side write it after try: {name}={value}")  # fmt: skip
 
 
 def refuse_unlike(base: Row, new: Row) -> None:
@@ -260,7 +284,7 @@ def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, use
         pair = read_pair(folder, seed)
         pairs.append(pair)
         runs = [directory_of(folder, name, pair.seed) for pair in pairs for name in rows]
-        unlike = judge.unlike_conditions(runs)
+        unlike = unlike_conditions(runs)
         if unlike:
             raise RecordError(f"{folder}: its runs were made under different conditions ({unlike}); move it "
                               "away and start again")  # fmt: skip

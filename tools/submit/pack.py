@@ -22,6 +22,7 @@ from tqdm import tqdm
 from data import caseops, shards
 from data.files import DataError, sha256_file, write_bytes
 from tools import RECORDS, REPO
+from tools.runs.conditions import conditions_of, data_of
 from tools.runs.derive import (
     Evidence,
     compare_with,
@@ -378,24 +379,44 @@ def _refuse_together(runs: Sequence[RunDirectory]) -> list[str]:
     others = [str(other.path) for other in runs if other.script.sha256 != first.script.sha256]
     if others:
         reasons.append(f"{', '.join(others)} ran different code from {first.path}: a record has one script")
-    return reasons + unlike_settings(runs)
+    return reasons + unlike_settings(runs) + unlike_places(runs)
 
 
 def unlike_settings(runs: Sequence[RunDirectory]) -> list[str]:
     """One line for each setting that the runs do not share: its values, each with its runs."""
     lines = []
     for name in sorted({name for directory in runs for name in directory.config} - PER_RUN_SETTINGS):
-        runs_by_value: dict[str, list[str]] = {}
-        for directory in runs:
-            value = directory.config.get(name, "unset")
-            runs_by_value.setdefault(value, []).append(str(directory.path))
-        if len(runs_by_value) > 1:
-            places = [f"{value} in {', '.join(paths)}" for value, paths in runs_by_value.items()]
-            lines.append(f"{name} is {'; '.join(places)}")
+        lines += unlike(name, [(directory.config.get(name, "unset"), directory) for directory in runs])
     if len(lines) > UNLIKE_SETTINGS_MAX:
         more = len(lines) - UNLIKE_SETTINGS_MAX
         lines[UNLIKE_SETTINGS_MAX:] = [f"{more} more settings differ: these are runs of several records"]
     return lines
+
+
+def unlike_places(runs: Sequence[RunDirectory]) -> list[str]:
+    """The same for where they ran and what they read, as far as their summaries say.
+
+    A record has one hardware, one requirements.txt, and one set of data. The number of threads may differ: on
+    GPUs it changes nothing.
+    """
+    lines = []
+    for kind, read in (("{}", conditions_of), ("the hash of the {}", data_of)):
+        found = [(read(directory.summary), directory) for directory in runs]
+        names = dict.fromkeys(name for said, _ in found for name in said if name != "threads")
+        for name in names:
+            lines += unlike(kind.format(name), [(said[name], run) for said, run in found if name in said])
+    return lines
+
+
+def unlike(name: str, values: Sequence[tuple[str, RunDirectory]]) -> list[str]:
+    """The values of something, each with its runs, in one line; none where there is one value."""
+    runs_by_value: dict[str, list[str]] = {}
+    for value, directory in values:
+        runs_by_value.setdefault(value, []).append(str(directory.path))
+    if len(runs_by_value) < 2:
+        return []
+    places = [f"{value} in {', '.join(paths)}" for value, paths in runs_by_value.items()]
+    return [f"{name} is {'; '.join(places)}"]
 
 
 def _repeated(values: Sequence[int | None]) -> set[int]:
