@@ -231,7 +231,10 @@ def test_runs_of_another_machine_or_other_data_are_named(
             said = {"hardware": {"device": f"CPU {seed}"}} if row == "base" else other_data
             path = fast / f"runs/rates/{row}-seed{seed}/summary.json"
             path.write_text(json.dumps({"exit": "finished", **said}))
+            with path.with_name("log.txt").open("a") as log:
+                log.write(f"\nval_loader:x tokens:4 bytes:{seed}\nvalidation: your own\n")
     printed = sweep(capfd, "--table")[1]
+    assert "validation sets cannot be compared: your own (1 bytes), your own (2 bytes)" in printed
     assert "warning: the runs of low did not read the same shards" in printed
     assert "warning: these runs ran under different conditions: device CPU 1 and CPU 2" in printed
 

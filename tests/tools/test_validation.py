@@ -117,6 +117,20 @@ def test_a_damaged_manifest_is_no_audit(damage: Any, tmp_path: Path) -> None:
     assert not [found for found in findings(folder) if found.startswith(("C1", "A0"))]
 
 
+def test_a_part_of_a_text_is_another_text(tmp_path: Path, tool: Tool) -> None:
+    """However small the rest of it."""
+    whole = scored_run(tmp_path / "whole", scored_on=OFFICIAL)
+    part = scored_run(tmp_path / "part", scored_on=OFFICIAL, counted=TEXT_BYTES - 9, gain=0.1)
+    summary = json.loads((part / "summary.json").read_text())
+    summary["config"]["VAL_TOKENS_LIMIT"] = str(TOKENS - 3)
+    (part / "summary.json").write_text(json.dumps(summary))
+    told = tool("diff", whole, part)
+    assert told.startswith("part cannot be compared with whole: they scored different texts (official ag")
+    assert " than whole" not in told
+    table = tool("runs", tmp_path)
+    assert f"cannot be compared: official, official ({TEXT_BYTES - 9:,} bytes)" in table
+
+
 def test_one_run_counts_one_number_of_bytes(tmp_path: Path) -> None:
     folder = pack(tmp_path / "a", [scored_run(tmp_path / "run", counted=TEXT_BYTES + 7)])
     assert any("one run counts one number" in found for found in findings(folder))
@@ -191,6 +205,11 @@ def test_pages_and_tables_name_the_set_and_both_clocks(tmp_path: Path, tool: Too
     told = tool("diff", one, other)
     assert "scored on different validation sets, official against your own (97,512 bytes)" in told
     assert "15.1 (n=1)" in told and "11.5 (n=1)" in told
+    assert "cannot be compared" in told.splitlines()[0] and "difference" not in told
+    options = ["--name", "Mixed", "--records", tmp_path / "refused"]
+    refused = tool("pack", one, "--baseline", other, *options, status=2)
+    assert "scored another text than these runs (your own (97,512 bytes) against official)" in refused
+    assert not (tmp_path / "refused").exists()
     assert "Validation set of both: official." in tool("diff", one, one)
     assert "different validation sets" in json.loads(tool("diff", one, other, "--json"))["validation"]
     assert "alidation set" not in tool("diff", older, one)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.compare import curves
-from tools.runs.derive import mapping, nested, validation_set
+from tools.runs.derive import mapping
 from tools.runs.errors import RecordError
 from tools.runs.folder import number
 from tools.runs.logs import EXACT, STAGES
@@ -33,6 +33,7 @@ from tools.runs.script import Config
 from tools.runs.settings import UNSET, changed_settings
 from tools.runs.source import changed_lines, unified
 from tools.runs.stats import Comparison, Difference, RecordTest, compare, mean, mean_and_deviation, p_text
+from tools.runs.texts import different_texts, scored_bytes, validation_sets
 from tools.runs.writing import columns, print_json
 
 CURVE_ROWS = 12  # steps at which the text compares losses
@@ -91,19 +92,6 @@ def difference(base: Group, new: Group) -> Sides:
     )
 
 
-# Relative difference of bytes below which two texts are the same: some scripts leave out the last tokens.
-SAME_TEXT = 0.01
-
-
-def different_texts(base: Sequence[Run], new: Sequence[Run]) -> str:
-    """How many bytes of text each side has scored, in words; empty where that is the same, or not known."""
-    base_bytes = _scored_bytes(base)
-    new_bytes = _scored_bytes(new)
-    if base_bytes is None or new_bytes is None or abs(new_bytes / base_bytes - 1) < SAME_TEXT:
-        return ""
-    return f"{base_bytes:,} bytes and {new_bytes:,}"
-
-
 # Another dtype rounds otherwise. Another of the others makes other steps of the same seconds.
 CONDITIONS = ("dtype", "device", "threads", "compile", "PyTorch", "world_size")
 
@@ -123,8 +111,8 @@ def unlike_conditions(base: Group, new: Group) -> str:
 
 def about_validation(base: Group, new: Group) -> str:
     """The validation set of both sides, or that theirs are different; empty where a side names none."""
-    of_base = validation_sets(base)
-    of_new = validation_sets(new)
+    of_base = validation_sets(base.runs)
+    of_new = validation_sets(new.runs)
     if not of_base or not of_new:
         return ""
     if of_base == of_new:
@@ -134,35 +122,11 @@ def about_validation(base: Group, new: Group) -> str:
     return f"Warning: they were scored on different validation sets, {sides}: {told}."
 
 
-def validation_sets(group: Group) -> set[str]:
-    """The validation sets of a group's runs, in words. The official one is one text in any tokenizer."""
-    sets = set()
-    for run in group.runs:
-        said = validation_set(run.summary, run.log)
-        if said.startswith(OFFICIAL):
-            sets.add(OFFICIAL)
-        elif said:
-            counted = nested(run.summary, "data", "val_bytes")
-            if counted is None and run.log.validation_bytes is not None:
-                counted = run.log.validation_bytes.integer
-            sets.add(f"{said} ({counted:,} bytes)" if isinstance(counted, int) else said)
-    return sets
-
-
 def _conditions(group: Group, name: str) -> set[str]:
     """What the logs of a group say about one condition."""
     printed = {run.log.conditions.get(name, "") for run in group.runs}
     printed |= {run.log.settings[name].value for run in group.runs if name in run.log.settings}
     return printed - {""}
-
-
-def _scored_bytes(runs: Sequence[Run]) -> int | None:
-    """Bytes of the text that the first run with a score has scored; None where they are unknown."""
-    for run in runs:
-        if run.score is not None:
-            counted = run.score.val_bytes or nested(run.summary, "data", "val_bytes")
-            return counted if isinstance(counted, int) else None
-    return None
 
 
 def labels(group: Group) -> str:
@@ -370,8 +334,8 @@ def verdict_lines(found: Sides) -> list[str]:
 def may_be_records(found: Sides) -> bool:
     """Whether both sides may belong to the record track: no side is known to be scored on another text."""
     for group in (found.base, found.new):
-        counted = _scored_bytes(group.runs)
-        if validation_sets(group) - {OFFICIAL}:
+        counted = scored_bytes(group.runs)
+        if validation_sets(group.runs) - {OFFICIAL}:
             return False
         if counted is not None and abs(counted / VALIDATION_BYTES - 1) > VALIDATION_BYTES_TOLERANCE:
             return False

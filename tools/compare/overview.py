@@ -21,6 +21,7 @@ from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, SETTINGS_OF_A_START, is_
 from tools.runs.logs import STAGES, read_log
 from tools.runs.runs import FINISHED, LOG, SUMMARY, settings_of
 from tools.runs.settings import UNSET, plain_values
+from tools.runs.texts import text_of
 from tools.runs.writing import columns, print_json
 
 WIDTH = 120
@@ -42,6 +43,7 @@ class Row:
     bytes: int | None = None
     status: str = ""
     validation: str = ""  # `your own`, `official (sp8192)`; empty: older runs do not say
+    text: str = ""  # the same, with what tells two texts of one's own apart
 
     @property
     def val_bpb(self) -> float | None:
@@ -76,9 +78,17 @@ def run(args: argparse.Namespace) -> int:
         print_json([as_json(row) for row in rows])
     else:
         print(table(rows))
-        if len({row.validation.partition(" (")[0] for row in rows if row.validation}) > 1:
-            print("warning: scores on different validation sets cannot be compared")
+        for warning in different_texts(rows):
+            print(warning)
     return 0
+
+
+def different_texts(rows: Sequence[Row]) -> list[str]:
+    """A warning if the rows were not all scored on one text."""
+    texts = sorted({row.text for row in rows if row.text and row.scores})
+    if len(texts) < 2:
+        return []
+    return [f"warning: scores on different validation sets cannot be compared: {', '.join(texts)}"]
 
 
 def run_directories(folders: Sequence[Path]) -> list[Path]:
@@ -117,7 +127,7 @@ def read_row(path: Path) -> Row:
     return Row(
         path, settings, seed, log.steps_done, log.step_ms, stage_scores(log),
         size if isinstance(size, int) else None, damage or status(path, summary, log.steps),
-        validation_set(summary, log),
+        validation_set(summary, log), text_of(summary, log),
     )  # fmt: skip
 
 

@@ -63,13 +63,15 @@ def run(args: argparse.Namespace) -> int:
             print(f"tools sweep: {failed}; the runs after it were not started", file=sys.stderr)
             return 1
     directories = [directory_of(folder, row, seed) for row in sweep.rows for seed in sweep.seeds]
-    begun = [path for path in directories if (path / LOG).is_file()]
+    begun = [overview.read_row(path) for path in directories if (path / LOG).is_file()]
     if begun:
-        print(overview.table([overview.read_row(path) for path in begun]))
+        print(overview.table(begun))
         print()
     print(differences(sweep, folder))
-    for warning in [*mixed_versions(sweep, folder), *mixed_places(sweep, folder)]:
-        print(warning)
+    texts = overview.different_texts(begun)
+    for warnings in (texts, mixed_versions(sweep, folder), mixed_places(sweep, folder)):
+        for warning in warnings:
+            print(warning)
     return 0
 
 

@@ -86,6 +86,7 @@ from tools.runs.runs import (
 from tools.runs.settings import changed_settings
 from tools.runs.source import changed_lines, decoded, parses, read_script, same_program, unified, unwrap
 from tools.runs.techniques import attribution
+from tools.runs.texts import different_texts
 from tools.runs.writing import json_text, print_json, write_text
 from tools.submit import readme
 
@@ -133,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     _check_names(args)
     base = load_group(args.baseline) if args.baseline is not None else None
     runs = read_runs(args.runs)
+    if base is not None:
+        refuse_other_text(base, runs[0])
     track = args.track or track_with_reasons(runs[0])
     identity = {key: getattr(args, key) for key in ("author", "github_id", "name", "blurb", "date")}
     identity["track"] = track.removeprefix("track_")  # as the challenge's own folders have it
@@ -170,6 +173,16 @@ def run(args: argparse.Namespace) -> int:
     if proof is None:
         print(not_proved(destination))
     return 0
+
+
+def refuse_other_text(base: Group, directory: RunDirectory) -> None:
+    """RecordError if the baseline's scores are of another text than those of the runs."""
+    texts = different_texts(base.runs, load_group(directory.path).runs)
+    if texts:
+        raise RecordError(
+            f"--baseline {base.name} scored another text than these runs ({texts}): name a baseline with "
+            "their validation set, or leave it out"
+        )
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunDirectory]:
