@@ -60,6 +60,10 @@ if __name__ == "__main__":
     (run / "train_gpt.py").write_bytes(pathlib.Path(sys.argv[0]).read_bytes())
     log = ["step:10/400 train_loss:3.0000 train_time:500ms step_avg:50.00ms",
            f"final_int6_roundtrip_exact val_loss:{2 * bpb:.8f} val_bpb:{bpb:.8f} scored_tokens:9 val_bytes:9"]
+    if env["SEED"] in env.get("TEST_SLOW", ""):
+        log += ["warning: legal_ttt continues without training: 9.0s of 9.0s are used, the rest needs 9s"]
+    if env["SEED"] in env.get("TEST_LEARNS", ""):
+        log += [log[1].replace("final_int6_roundtrip", "legal_ttt")]
     (run / "log.txt").write_text("\\n".join(log))
     hardware = {"device": env.get("TEST_DEVICE", "CPU"), "threads": 2}
     limits = {"artifact_bytes": {"value": 200000, "limit": 300000, "ok": True}}
@@ -205,6 +209,31 @@ def test_what_a_try_sets_itself_is_not_taken_from_elsewhere_in_silence(
     notes = [line for line in lines if line.startswith("note: ")]
     assert "RUN_ID=mine of budget.env is not used" in notes[0]
     assert "SEED=7 of the shell is not used" in notes[1]
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_clock_that_changes_scores_is_told(
+    try_it: Try, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TEST_SLOW", "1338")
+    _, lines = try_it("MATRIX_LR=0.05", "--seeds", "2")
+    (note,) = [line for line in lines if line.startswith("note: ")]
+    assert note.startswith("note: the clock ended test-time training early in base-seed1338, new-seed1338: ")
+    slow = next(place.glob("runs/try/*/new-seed1338"))
+    assert main(["diff", str(slow.with_name("new-seed1337")), str(slow)]) == 0
+    assert "training early in new-seed1338: the score depends on" in capfd.readouterr().out
+    # The folder of all runs is where the environment says.
+    monkeypatch.setenv("RUNS_DIR", str(slow.parent))
+    assert main(["runs"]) == 0
+    assert capfd.readouterr().out.count(" finished, learning stopped early") == 2
+
+
+@pytest.mark.usefixtures("fast")
+def test_pairs_of_two_kinds_of_score_are_no_series(try_it: Try, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_LEARNS", "1337 1338")
+    status, lines = try_it("MATRIX_LR=0.05", "--seeds", "3")
+    assert status == 2
+    assert "is after test-time training with seed 1337, and after quantized with seed 1339" in lines[-1]
 
 
 @pytest.mark.usefixtures("fast")

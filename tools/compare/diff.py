@@ -109,6 +109,15 @@ def unlike_conditions(base: Group, new: Group) -> str:
     return f"They ran under different conditions, which may explain part of the change: {'; '.join(told)}."
 
 
+def about_learning(base: Group, new: Group) -> str:
+    """The runs whose test-time training the clock ended early, in words; empty without any."""
+    stopped = [run.name for run in (*base.runs, *new.runs) if run.log.unlearned]
+    if not stopped:
+        return ""
+    names = ", ".join(stopped)
+    return f"The clock ended test-time training early in {names}: the score depends on the machine's speed."
+
+
 def about_validation(base: Group, new: Group) -> str:
     """The validation set of both sides, or that theirs are different; empty where a side names none."""
     of_base = validation_sets(base.runs)
@@ -376,6 +385,7 @@ def text(found: Sides, show_code: bool) -> str:
         sentence(found),
         about_validation(found.base, found.new),
         unlike_conditions(found.base, found.new),
+        about_learning(found.base, found.new),
         "\n".join(verdict_lines(found)),
         columns(STAGE_HEADER, stage_rows(found)),
         columns(["metric", "base", "new", "change"], metric_rows(found)),

@@ -18,7 +18,7 @@ from typing import Any
 from tools.runs.derive import nested, stage_scores, validation_set
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, SETTINGS_OF_A_START, is_own, required_object
-from tools.runs.logs import STAGES, read_log
+from tools.runs.logs import STAGES, RunLog, read_log
 from tools.runs.runs import FINISHED, LOG, SUMMARY, settings_of
 from tools.runs.settings import UNSET, plain_values
 from tools.runs.texts import text_of
@@ -44,6 +44,7 @@ class Row:
     status: str = ""
     validation: str = ""  # `your own`, `official (sp8192)`; empty: older runs do not say
     text: str = ""  # the same, with what tells two texts of one's own apart
+    stopped_learning: bool = False  # test-time training ended at its time limit, before the text did
 
     @property
     def val_bpb(self) -> float | None:
@@ -53,8 +54,9 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", type=Path, nargs="*", default=[Path("runs")], metavar="FOLDER",
-                        help="run directories, or folders that hold them (default: runs)")  # fmt: skip
+    runs = os.environ.get("RUNS_DIR") or "runs"
+    parser.add_argument("folders", type=Path, nargs="*", default=[Path(runs)], metavar="FOLDER",
+                        help=f"run directories, or folders that hold them (default: {runs})")  # fmt: skip
     parser.add_argument("--sort", choices=SORT_KEYS, default="name", help="the column to sort by")
     parser.add_argument("--where", action="append", default=[], metavar="NAME=VALUE",
                         help="only runs with this setting; may be given several times")  # fmt: skip
@@ -126,12 +128,12 @@ def read_row(path: Path) -> Row:
     size = nested(summary, "limits", "artifact_bytes", "value")
     return Row(
         path, settings, seed, log.steps_done, log.step_ms, stage_scores(log),
-        size if isinstance(size, int) else None, damage or status(path, summary, log.steps),
-        validation_set(summary, log), text_of(summary, log),
+        size if isinstance(size, int) else None, damage or status(path, summary, log),
+        validation_set(summary, log), text_of(summary, log), log.unlearned is not None,
     )  # fmt: skip
 
 
-def status(path: Path, summary: dict[str, Any], steps: int | None) -> str:
+def status(path: Path, summary: dict[str, Any], log: RunLog) -> str:
     """The state of a run: finished, with the limits that failed, or its last step and how to continue.
 
     A run of EVAL_ONLY has trained nothing: it says whose artifact it has scored.
@@ -140,11 +142,12 @@ def status(path: Path, summary: dict[str, Any], steps: int | None) -> str:
         failed = failed_limits(summary)
         scored = nested(summary, "config", "EVAL_ONLY")
         verb = f"scored {Path(str(scored)).parent.name} again" if scored else "finished"
-        return verb + (f", over {', '.join(failed)}" if failed else "")
+        stopped = ", learning stopped early" if log.unlearned else ""
+        return verb + stopped + (f", over {', '.join(failed)}" if failed else "")
     if (path / "model.bin").is_file():
         return "not scored"
     saved = ", checkpoint" if (path / "checkpoint.pt").is_file() else ""
-    return f"step {steps or 0}{saved}"
+    return f"step {log.steps or 0}{saved}"
 
 
 def failed_limits(summary: dict[str, Any]) -> list[str]:

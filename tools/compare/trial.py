@@ -283,6 +283,10 @@ def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, use
                 raise RecordError(f"{failed}; {where}. Start the try again to continue from there")
         pair = read_pair(folder, seed)
         pairs.append(pair)
+        if pair.stage != pairs[0].stage:
+            raise RecordError(f"{folder}: the last score of both sides is after {pairs[0].stage} with seed "
+                              f"{pairs[0].seed}, and after {pair.stage} with seed {seed}: pairs of two kinds "
+                              "are not one series; raise MAX_EVAL_SECONDS of the budget")  # fmt: skip
         runs = [directory_of(folder, name, pair.seed) for pair in pairs for name in rows]
         unlike = unlike_conditions(runs)
         if unlike:
@@ -347,6 +351,10 @@ def remarks(pairs: Sequence[Pair], folder: Path, outcome: Verdict, equal: str) -
         steps = sorted({row.steps or 0 for pair in pairs for row in (pair.base, pair.new)})
         if len(steps) > 1:
             lines.append(f"note: the runs made {' and '.join(map(str, steps))} steps, not the same number")
+    stopped = [row.path.name for pair in pairs for row in (pair.base, pair.new) if row.stopped_learning]
+    if stopped:
+        lines.append(f"note: the clock ended test-time training early in {', '.join(stopped)}: raise "
+                     "MAX_EVAL_SECONDS, or a busy machine changes scores")  # fmt: skip
     if outcome.interval is not None:
         low, high = outcome.interval
         lines.append(f"interval that holds at every look (p < {LOOK_P} each): {low:+.5f} to {high:+.5f}")
