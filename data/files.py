@@ -62,7 +62,7 @@ DISK_ERRORS = {
 }
 
 
-def explain_os_error(error: OSError, path: Path) -> DataError:
+def explain_os_error(error: OSError, path: Path | str) -> DataError:
     """Turn an operating-system error on `path` into a message with a next step."""
     advice = DISK_ERRORS.get(error.errno or 0, "check the path and the disk")
     return DataError(f"{path}: {error.strerror or error}; {advice}")

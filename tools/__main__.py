@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from data.files import DataError, escape_unprintable
+from data.files import DataError, escape_unprintable, explain_os_error
 from tools import REPO
 from tools.runs.errors import RecordError
 from tools.runs.reading import printable
@@ -97,6 +97,12 @@ def _run(args: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # of a disk, such as one that is full
+        name = error.filename2 or error.filename
+        if name is None:
+            raise
+        print(printable(f"tools {args.verb}: {explain_os_error(error, name)}"), file=sys.stderr)
+        return EXIT_USAGE
     except KeyboardInterrupt:
         print(f"tools {args.verb}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -145,6 +145,18 @@ def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: 
     assert re.search(r"^val_bpb, test-time training .* – +–$", unlike, re.MULTILINE)
 
 
+def test_a_stage_that_a_seed_lacks_has_no_change(tmp_path: Path, tool: Tool) -> None:
+    """Its mean would be of other seeds than those of the stages around it."""
+    folders = [pack(tmp_path / name, make_runs(tmp_path / "runs" / name, 1, 2, 3)) for name in ("a", "b")]
+    assert re.search(r"^val_bpb, quantized .* \+0\.000000 +\S+$", tool("diff", *folders), re.MULTILINE)
+    log = folders[1] / "train_seed3.log"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if not line.startswith("final_int6_roundtrip")))
+    text = tool("diff", *folders)
+    assert re.search(r"^val_bpb, quantized .*\(n=3\).*\(n=2\) +– +–$", text, re.MULTILINE)
+    assert re.search(r"^val_bpb, sliding window .* \+0\.000000 +\S+$", text, re.MULTILINE)
+
+
 def test_other_texts_and_steps_of_the_whole_run(two: tuple[Path, Path], told: Tool) -> None:
     log = two[1] / "log.txt"
     half = re.sub(r"val_bytes:(\d+)", lambda found: f"val_bytes:{int(found[1]) // 2}", log.read_text())

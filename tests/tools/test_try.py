@@ -340,6 +340,9 @@ def test_a_torn_line_of_the_history_takes_no_other_with_it(tmp_path: Path) -> No
     (("MATRIX_LR=0.02", "--base", "keep"), "has been kept yet"),
     (("MATRIX_LR=0.02", "--config", "none.env"), "none.env"),
     (("MATRX_LR=0.02",), "did you mean MATRIX_LR?"), (("matrix_lr=0.02",), "did you mean MATRIX_LR?"),
+    (("MATRIX_LR=0.02", "--start", "nowhere -x"), "--start 'nowhere -x': no such program"),
+    (("MATRIX_LR=0.02", "--start", "'"), "--start ': No closing quotation"),
+    (("MATRIX_LR=0.02", "--runs", "base.py"), "base.py/matrix_lr-0.02"),
     (("TRAIN_BATCH_TOKENS=1024",), "or compare at equal time, with --equal seconds"),
     (("MATRIX_LR=0.02", "--equal", "seconds"), "set MAX_WALLCLOCK_SECONDS=60, and pass the copy"),
 ])  # fmt: skip

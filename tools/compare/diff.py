@@ -193,12 +193,20 @@ def metric_rows(found: Sides) -> list[list[str]]:
 
 
 def stage_changes(found: Sides) -> dict[str, float]:
-    """New less base, in bits per byte, of each stage that both sides have."""
+    """New less base, in bits per byte, of each stage that all runs have, or all with a final score.
+
+    Where one of them lacks it, its mean is of other seeds than those of the stages around it.
+    """
+    if different_texts(found.base.runs, found.new.runs):
+        return {}
+    whole = []  # how many runs of each side may have a stage
+    for group in (found.base, found.new):
+        whole.append({len(group.runs), sum(run.score is not None for run in group.runs)})
     changes = {}
     for stage in STAGES:
         base = _values(found.base, _after(stage))
         new = _values(found.new, _after(stage))
-        if base and new and not different_texts(found.base.runs, found.new.runs):
+        if base and new and len(base) in whole[0] and len(new) in whole[1]:
             changes[stage] = mean(new) - mean(base)
     return changes
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     make_sample(budget)
     data = [data_of(budget, side) for side in (base, new)]
     folder = args.runs / folder_name(changes, base, new, budget, data)
-    rows = make_rows(folder, {BASE: base, NEW: new}, budget, shlex.split(args.start))
+    rows = make_rows(folder, {BASE: base, NEW: new}, budget, start_of(args.start))
 
     print(f"try {' '.join(args.changes) or args.script.name} against {base.origin}")
     print(f"budget: {budget_in_words(rows[BASE], args.equal)}; runs in {folder}")
@@ -169,6 +170,18 @@ def data_of(budget: Mapping[str, str], side: Side) -> dict[str, str]:
     """What identifies the data that a side reads."""
     settings = {**Config().as_env(), **budget, **side.settings}
     return judge.files_read(settings["DATA_PATH"], settings["TOKENIZER_PATH"])
+
+
+def start_of(command: str) -> list[str]:
+    """The words that start a script. RecordError where they name no program."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise RecordError(f"--start {command}: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        raise RecordError(f"--start {shlex.quote(command)}: no such program; expected what starts a script, "
+                          "such as 'torchrun --standalone --nproc_per_node=8'")  # fmt: skip
+    return words
 
 
 def make_sample(budget: Mapping[str, str]) -> None:
