@@ -273,7 +273,7 @@ def test_a_killed_try_ends_with_the_same_table(try_it: Try, place: Path) -> None
 @pytest.mark.usefixtures("fast")
 def test_the_next_try_knows_what_pairs_can_show_and_what_was_kept(try_it: Try, place: Path) -> None:
     assert "not known yet" in try_it("MATRIX_LR=0.05")[1][2]
-    shown = re.search(r"deviation of (0\.00\d+) here \(4 earlier pairs\).* 4 pairs (\S+), 6 pairs (\S+),",
+    shown = re.search(r"deviation of (0\.00\d+) here \(4 earlier pairs, .* 4 pairs (\S+), 6 pairs (\S+),",
                       try_it("MATRIX_LR=0.06", "--seeds", "1")[1][2])  # fmt: skip
     assert shown is not None and float(shown[3]) < float(shown[2]) < 10 * float(shown[1])
     # Another budget scatters otherwise.
