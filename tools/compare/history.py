@@ -81,8 +81,8 @@ class Spread:
         spread, pairs = known
         sizes = ", ".join(f"{count} pairs {size:.4f}" for count, size in resolution(spread).items())
         here = f"{spread:.4f} here ({pairs} earlier pairs, median over tries)"
-        return (f"differences have a standard deviation of {here}, so the smallest mean difference that a try "
-                f"can show is, with {sizes}")  # fmt: skip
+        return (f"differences have a standard deviation of {here}, so the smallest mean difference that a "
+                f"try can show is, with {sizes}")  # fmt: skip
 
     def add(self, name: str, differences: Sequence[float]) -> None:
         """Keep the differences of a try, and replace those that it had; others may be adding theirs."""
