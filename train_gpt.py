@@ -2470,7 +2470,7 @@ def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") ->
     known = Config().as_env()
     foreign = set(re.findall(r"\w+", foreign_names))
     lines = []
-    rejected = []
+    rejected = {}  # what is wrong, by name
     for name in sorted(foreign & known.keys()):
         lines.append(f"warning: FOREIGN_NAMES: {name} is a setting of this script and takes effect")
     for name, value in sorted(environ.items()):
@@ -2483,7 +2483,7 @@ def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") ->
             if value == "" or accepted == "*" or same_value(value, accepted):
                 lines.append(f"note: {name}={value}: {meaning}")
             else:
-                rejected.append(f"{name}={value}: not supported by this script: {meaning}")
+                rejected[name] = f"{name}={value}: not supported by this script: {meaning}"
             continue
         near = similar_setting(name)
         if not near:
@@ -2494,10 +2494,11 @@ def notes_on_environment(environ: Mapping[str, str], foreign_names: str = "") ->
         elif len(name) < 6 or not fits_setting(near, value):
             lines.append(f"warning: {line}")
         else:
-            rejected.append(line)
+            rejected[name] = line
     if rejected:
-        raise ConfigError(f"{' | '.join(rejected)} | correct or unset it; if it belongs to another program, "
-                          "list it in FOREIGN_NAMES=NAME,NAME")
+        one_per_line = "\n".join(rejected.values())
+        raise ConfigError(f"{one_per_line}\ncorrect or unset it; if it belongs to another program, set "
+                          f"FOREIGN_NAMES={','.join(rejected)}")
     return lines
 
 
