@@ -254,6 +254,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again", file=sys.stderr)
+        return 130
     return 0
 
 

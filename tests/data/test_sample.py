@@ -49,6 +49,17 @@ def built(tmp_path_factory: pytest.TempPathFactory, repo: Path) -> Path:
     return root
 
 
+def test_an_interrupt_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample, "build", interrupted)
+    assert sample.main(["--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "interrupted: run the same command again\n"
+
+
 def dataset(root: Path) -> Path:
     return root / "datasets" / sample.NAME
 

@@ -28,6 +28,7 @@ from tools.runs.errors import RecordError
 SCRIPT = '''
 """A version of train_gpt.py."""
 GAIN = 0.0
+COUNTED = 9
 # ============
 # EVALUATION — every target is scored once.
 # ============
@@ -59,7 +60,8 @@ if __name__ == "__main__":
     bpb = evaluate(1.5 + (0.025 - rate) + 0.01 * int(env["SEED"]) + noise - GAIN)
     (run / "train_gpt.py").write_bytes(pathlib.Path(sys.argv[0]).read_bytes())
     log = ["step:10/400 train_loss:3.0000 train_time:500ms step_avg:50.00ms",
-           f"final_int6_roundtrip_exact val_loss:{2 * bpb:.8f} val_bpb:{bpb:.8f} scored_tokens:9 val_bytes:9"]
+           f"final_int6_roundtrip_exact val_loss:{2 * bpb:.8f} val_bpb:{bpb:.8f} scored_tokens:9 val_bytes:"
+           f"{COUNTED}"]
     if env["SEED"] in env.get("TEST_SLOW", ""):
         log += ["warning: legal_ttt continues without training: 9.0s of 9.0s are used, the rest needs 9s"]
     if env["SEED"] in env.get("TEST_LEARNS", ""):
@@ -234,6 +236,30 @@ def test_pairs_of_two_kinds_of_score_are_no_series(try_it: Try, monkeypatch: pyt
     status, lines = try_it("MATRIX_LR=0.05", "--seeds", "3")
     assert status == 2
     assert "is after test-time training with seed 1337, and after quantized with seed 1339" in lines[-1]
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_change_that_counts_more_bytes_is_no_gain(try_it: Try, place: Path) -> None:
+    """Though it left the scoring code alone."""
+    (place / "edited.py").write_text(SCRIPT.replace("COUNTED = 9", "COUNTED = 10"))
+    status, lines = try_it("--script", "edited.py")
+    assert status == 2
+    assert "did not score the same text (9 tokens of 9 bytes against 9 tokens of 10 bytes)" in lines[-1]
+
+
+def test_a_sample_that_was_interrupted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(trial.sample, "main", lambda _: made.append(1) or len(made) - 1)
+    monkeypatch.setattr(trial, "find_path", Path)
+    folder = tmp_path / "sample_sp1024"
+    folder.mkdir()
+    (folder / "fineweb_train_000000.bin").touch()
+    trial.make_sample({"DATA_PATH": str(folder)})
+    with pytest.raises(RecordError, match="could not be made"):
+        trial.make_sample({"DATA_PATH": str(folder)})
+    (folder / "manifest.json").touch()
+    trial.make_sample({"DATA_PATH": str(folder)})
+    assert len(made) == 2
 
 
 @pytest.mark.usefixtures("fast")

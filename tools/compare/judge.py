@@ -15,6 +15,8 @@ from typing import Any
 
 from data.files import sha256_file
 from tools.runs.errors import RecordError
+from tools.runs.logs import read_log
+from tools.runs.runs import LOG
 from tools.runs.script import find_path
 
 BANNER = re.compile(r"^# =+\n# ([A-Za-z]+)\b.*\n# =+$", re.MULTILINE)
@@ -113,3 +115,9 @@ def files_read(data_path: str, tokenizer_path: str) -> dict[str, str]:
     paths = sorted(find_path(data_path).glob("fineweb_train_*.bin"))
     sizes = {path.name: f"{path.stat().st_size} bytes" for path in paths}
     return {**scored_files(data_path, tokenizer_path), **sizes}
+
+
+def scored_text(directory: Path, stage: str) -> str:
+    """How many tokens and bytes the score of a finished run is of, in words."""
+    score = read_log(directory / LOG).score_after(stage)
+    return f"{score.scored_tokens} tokens of {score.val_bytes} bytes" if score else "nothing"

@@ -34,6 +34,7 @@ from statistics import fmean
 
 from data import sample
 from data.files import DataError, write_bytes
+from data.shards import MANIFEST_NAME
 from tools.compare import history, judge, overview
 from tools.compare.driver import directory_of, is_finished, locked, run_once, scores_of
 from tools.compare.rows import Row, config_class, settings_of_shell
@@ -185,10 +186,11 @@ def start_of(command: str) -> list[str]:
 
 
 def make_sample(budget: Mapping[str, str]) -> None:
-    """On a fresh clone, the sample that the default budget trains on."""
+    """On a fresh clone, the sample that the default budget trains on; its manifest is written last."""
     path = budget.get("DATA_PATH", "")
-    if Path(path).name == sample.NAME and not find_path(path).exists():
-        sample.main([])
+    is_missing = Path(path).name == sample.NAME and not (find_path(path) / MANIFEST_NAME).exists()
+    if is_missing and sample.main([]) != 0:
+        raise RecordError(f"DATA_PATH={path}: the sample could not be made, for the reason above")
 
 
 def make_rows(
@@ -328,6 +330,11 @@ def read_pair(folder: Path, seed: str) -> Pair:
     stages = [stage for stage in STAGES if stage in shared]
     if not stages:
         raise RecordError(f"{base} and {new} have no kind of score in common; their logs say more")
+    # What counts the text is the same code on both sides, but it may be called with something else.
+    counted = [judge.scored_text(directory, stages[-1]) for directory in (base, new)]
+    if counted[0] != counted[1]:
+        raise RecordError(f"{base} and {new} did not score the same text ({' against '.join(counted)}): the "
+                          "change reaches the scoring, and their difference says nothing")  # fmt: skip
     return Pair(seed, overview.read_row(base), overview.read_row(new), stages[-1])
 
 
