@@ -471,6 +471,24 @@ def test_the_repository_may_be_a_folder_of_a_larger_one(place: Path, monkeypatch
     assert sides.base_side(None, place).script == sides.base_side("HEAD", place).script == b"committed\n"
 
 
+@pytest.mark.parametrize("reason", ["it is not installed", "not a git repository"])
+def test_a_repository_that_git_cannot_read_has_no_silent_base(
+    reason: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container without git, or of another user."""
+    git_in(place, "init")
+    if reason == "it is not installed":
+        monkeypatch.setenv("PATH", str(place))
+    else:
+        (place / ".git/HEAD").unlink()
+    monkeypatch.setattr(sides, "REPO", place)
+    monkeypatch.setattr(sides, "SCRIPT", place / "base.py")
+    for named in (None, "HEAD"):
+        with pytest.raises(RecordError, match=f"{reason}.*--base train_gpt.py to try a setting alone"):
+            sides.base_side(named, place)
+    assert sides.base_side("base.py", place).script == SCRIPT.encode()
+
+
 @pytest.mark.slow  # 24 runs of the script
 def test_the_script_itself_is_judged(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

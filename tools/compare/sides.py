@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -52,7 +53,8 @@ def base_side(named: str | None, runs: Path) -> Side:
     if git("show", f"HEAD:./{SCRIPT.name}") is not None:
         commit, branch = left_main()
         return commit_side(commit[:9], f"{commit[:9]}, where this branch left {branch}")
-    # No git, or one that knows nothing of the script.
+    refuse_unread_repository()
+    # No repository, or one that knows nothing of the script.
     return kept_side(runs) or Side(script_bytes(SCRIPT), {}, f"{SCRIPT.name} without the change")
 
 
@@ -90,6 +92,23 @@ def git(*arguments: str) -> bytes | None:
     return done.stdout if done.returncode == 0 else None
 
 
+def refuse_unread_repository() -> None:
+    """RecordError where there is a repository that git cannot read, as in many containers.
+
+    Without it, the edited script would silently become its own base.
+    """
+    if not any((folder / ".git").exists() for folder in (REPO, *REPO.parents)):
+        return
+    reason = "it is not installed"
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["git", "rev-parse"], cwd=REPO, capture_output=True, check=False)
+        if done.returncode == 0:
+            return
+        reason = " ".join(done.stderr.decode("utf-8", "replace").split())
+    raise RecordError(f"git does not read the repository {REPO}: {reason}. Without git, name what to compare "
+                      "with: --base old.py, or --base train_gpt.py to try a setting alone")  # fmt: skip
+
+
 def lines_of_git(*arguments: str) -> list[str]:
     """The lines that git prints; none where it fails."""
     return (git(*arguments) or b"").decode("utf-8", "surrogateescape").split("\n")[:-1]
@@ -99,6 +118,7 @@ def commit_side(ref: str, origin: str) -> Side:
     """The script of a commit. RecordError where there is none."""
     source = git("show", f"{ref}:./{SCRIPT.name}")  # the repository may be a folder of a larger one
     if source is None:
+        refuse_unread_repository()
         raise RecordError(f"--base {ref}: expected a script, the folder of a record or run, or a commit "
                           f"with a {SCRIPT.name}")  # fmt: skip
     return Side(source, {}, origin)
