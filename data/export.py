@@ -340,6 +340,7 @@ class ExportPlan:
         }
 
 
+INPUT = "input"  # in the manifest: up to where the documents were read, and their hash
 START = {"file": 0, "offset": 0, "document": 0}  # the place in the documents where an export begins
 
 
@@ -468,11 +469,12 @@ class Export:
         train_entries = list(self.streams["train"].state.finished.values())
         val_documents = plan.encoding.val_documents
         train_stop = train_entries[-1]["documents"][1] if train_entries else val_documents
+        digest = digest_of_input(plan.encoding.source, self.next)
         return {
             "version": shards.MANIFEST_VERSION,
             "name": plan.name,
             "source": plan.source_note or ", ".join(Path(path).name for path in plan.encoding.source.paths),
-            "revision": plan.revision or f"sha256:{self.digest_of_input()}",
+            "revision": plan.revision or f"sha256:{digest}",
             "tokenizer": {
                 "file": Path(os.path.relpath(tokenizer_path, plan.directory)).as_posix(),
                 "sha256": self.identity["tokenizer_sha256"],
@@ -481,20 +483,8 @@ class Export:
             "splits": {"train": {"documents": [val_documents, train_stop]},
                        "val": {"documents": [0, val_documents], "audit": dict(self.audit)}},
             "files": dict(sorted(files.items())),
-            "export": self.identity,
+            "export": {**self.identity, INPUT: {"end": self.next, "sha256": digest}},
         }
-
-    def digest_of_input(self) -> str:
-        """SHA-256 of the bytes that were worked through, over all files in order."""
-        digest = hashlib.sha256()
-        paths = self.plan.encoding.source.paths[:self.next["file"] + 1]
-        for index, path in enumerate(paths):
-            left = self.next["offset"] if index == len(paths) - 1 else os.stat(path).st_size
-            with open(path, "rb") as file:
-                while left > 0 and (block := file.read(min(left, COPY_BYTES))):
-                    digest.update(block)
-                    left -= len(block)
-        return digest.hexdigest()
 
     def close(self) -> None:
         """Close the files of unfinished shards."""
@@ -512,7 +502,7 @@ def export(plan: ExportPlan, workers: int) -> dict[str, Any]:
     with exclusive(directory / LOCK_NAME):
         identity = plan.identity()
         if (directory / shards.MANIFEST_NAME).exists():
-            return confirm(directory, identity)
+            return confirm(directory, identity, plan.encoding.source)
         journal = read_json(directory / JOURNAL_NAME) or {}
         if journal:
             require_journal(directory / JOURNAL_NAME, journal)
@@ -529,14 +519,42 @@ def export(plan: ExportPlan, workers: int) -> dict[str, Any]:
             run.close()
 
 
-def confirm(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
+def digest_of_input(source: DocumentSource, end: dict[str, int]) -> str:
+    """SHA-256 of the bytes of the documents up to this place, over all files in order."""
+    digest = hashlib.sha256()
+    paths = source.paths[:end["file"] + 1]
+    for index, path in enumerate(paths):
+        left = end["offset"] if index == len(paths) - 1 else os.stat(path).st_size
+        with open(path, "rb") as file:
+            while left > 0 and (block := file.read(min(left, COPY_BYTES))):
+                digest.update(block)
+                left -= len(block)
+    return digest.hexdigest()
+
+
+def confirm(directory: Path, identity: dict[str, Any], source: DocumentSource) -> dict[str, Any]:
     """The manifest of a finished export, after checking that it is this one and sound."""
     manifest = shards.read_manifest(directory)
-    require_same(directory / shards.MANIFEST_NAME, manifest.get("export", {}), identity)
+    stored = manifest.get("export", {})
+    require_same(directory / shards.MANIFEST_NAME, stored, identity)
+    if was_edited(source, stored.get(INPUT)):
+        raise DataError(f"{directory}: was made of other documents: {', '.join(source.paths)} changed since; "
+                        f"give another --name, or delete {directory}")
     if problems := shards.verify_dataset(directory):
         raise DataError("\n  ".join([f"{directory}: damaged since; delete it and start again", *problems]))
     (directory / JOURNAL_NAME).unlink(missing_ok=True)
     return manifest
+
+
+def was_edited(source: DocumentSource, read: Any) -> bool:
+    """Whether documents of the same names and sizes have other bytes than an export has read.
+
+    read: what its manifest says of that; older manifests say nothing.
+    """
+    end = read.get("end") if isinstance(read, dict) else None
+    if not isinstance(end, dict) or not all(is_count(end.get(key)) for key in START):
+        return False
+    return digest_of_input(source, end) != read.get("sha256")
 
 
 def require_journal(path: Path, journal: dict[str, Any]) -> None:

@@ -113,6 +113,27 @@ def test_tokens_splits_manifest(docs: Path, models: dict[str, Path], tmp_path: P
         check_sidecar(tmp_path, texts_of(docs)[:VAL_DOCUMENTS], manifest["splits"]["val"]["audit"])
 
 
+def test_documents_that_were_edited_in_place_are_another_export(
+    docs: Path, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names and sizes alone would not tell."""
+    copy = tmp_path / "docs.jsonl"
+    copy.write_bytes(docs.read_bytes())
+    for _ in range(2):
+        assert export.main(arguments(copy, models["plain"], tmp_path)) == 0
+    capsys.readouterr()
+    copy.write_bytes(docs.read_bytes().replace(b"weights", b"heights"))
+    assert export.main(arguments(copy, models["plain"], tmp_path)) == 1
+    assert f"was made of other documents: {copy} changed since; give another --name" in capsys.readouterr().err
+    # A manifest of before, or a damaged one, says nothing of it.
+    path = tmp_path / "datasets/set/manifest.json"
+    manifest = json.loads(path.read_text())
+    for said in (None, {"end": 3}, {"end": {"file": -1}}):
+        manifest["export"]["input"] = said
+        path.write_text(json.dumps(manifest))
+        assert export.main(arguments(copy, models["plain"], tmp_path)) == 0
+
+
 def check_sidecar(out: Path, texts: list[str], audit: dict[str, int]) -> None:
     """It counts every byte of the original."""
     counts, tokens = read_stream(out, "val_bytes"), read_stream(out, "val")
