@@ -124,7 +124,8 @@ def test_documents_that_were_edited_in_place_are_another_export(
     capsys.readouterr()
     copy.write_bytes(docs.read_bytes().replace(b"weights", b"heights"))
     assert export.main(arguments(copy, models["plain"], tmp_path)) == 1
-    assert f"was made of other documents: {copy} changed since; give another --name" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"was made of other documents: {copy} changed since; give another --name" in told
     # A manifest of before, or a damaged one, says nothing of it.
     path = tmp_path / "datasets/set/manifest.json"
     manifest = json.loads(path.read_text())
