@@ -162,6 +162,8 @@ def test_what_the_shell_sets_is_for_both_sides_and_named(
     monkeypatch.setenv("MATRIX_LR", "0.02")
     _, lines = try_it("NEW_THING=1", "--seeds", "1")
     assert "from the shell, for both sides: MATRIX_LR=0.02" in lines
+    status, lines = try_it()
+    assert status == 2 and "MATRIX_LR=0.02 of the shell is for both sides: write it after try" in lines[-1]
     # And a base that does not know it is no reason to guess another name.
     monkeypatch.setattr(trial, "config_class", lambda _: lambda: SimpleNamespace(as_env=dict))
     with pytest.raises(RecordError, match="set both sides, so write it after try: MATRIX_LR=VALUE"):

@@ -124,8 +124,11 @@ def run(args: argparse.Namespace) -> int:
     base = base_side(args.base, args.runs)
     new = Side(script_bytes(args.script), {**base.settings, **changes}, str(args.script))
     if (base.script, base.settings) == (new.script, new.settings):
+        of_both = " ".join(f"{name}={value}" for name, value in settings_of_shell(os.environ).items())
+        hint = f" ({of_both} of the shell is for both sides: write it after try)" if of_both else ""
         raise RecordError(f"both sides are the same: {args.script} is the script of {base.origin}, and no "
-                          "setting differs; edit it, add SETTING=VALUE, or name another --base")  # fmt: skip
+                          f"setting differs{hint}; edit it, add SETTING=VALUE, or name another --base"
+        )  # fmt: skip
     given = budget_of(args.config or Path(os.environ.get("CONFIG") or BUDGET), args.equal)
     budget = given.settings
     make_sample(budget)
