@@ -338,7 +338,14 @@ def test_a_record_has_one_hardware_and_one_set_of_data(tmp_path: Path, refusal: 
         other = make_run(tmp_path / str(number), 2, summary_changes=change)
         assert message in refusal(first_data if "data" in change else first, other)
     other = make_run(tmp_path / "threads", 2, summary_changes={"hardware": {**machine, "threads": 4}})
-    tool("pack", first, other, "--name", "Threads", "--records", tmp_path / "records")
+    options = ["--name", "Threads", "--track", "track_x", "--records", tmp_path / "records"]
+    tool("pack", first, other, *options)
+    # Nor is a folder that another tool has packed from such runs.
+    (folder,) = (tmp_path / "records/track_x").iterdir()
+    assert not [finding for finding in audit(folder) if "with seed" in finding.text]
+    path = folder / "summary_seed2.json"
+    path.write_text(path.read_text().replace('"device": "CPU"', '"device": "GPU"'))
+    assert "`device` is CPU with seed 1, and GPU with seed 2" in [finding.text for finding in audit(folder)]
 
 
 def test_the_submission_and_the_excess_are_told(tmp_path: Path, refusal: Tool, tool: Tool) -> None:

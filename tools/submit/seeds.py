@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.runs.folder import Folder, SeedRun
+from tools.runs.conditions import conditions_of, data_of
+from tools.runs.folder import SUMMARY_NAME, Folder, SeedRun
 from tools.runs.logs import LOG_BYTES_MAX, Located, RunLog, decimals
 from tools.runs.reading import name_of
 from tools.runs.source import Script
@@ -25,6 +26,8 @@ COPIED_SHARE = 0.6
 MEASURED = re.compile(r"(?:^|_)(?:norm|loss|ms|mean|std|rms|elapsed)$")  # words for what a run measures
 FRACTION = re.compile(r"-?[0-9]+(?:\.[0-9]{2,}(?:e-?[0-9]+)?|ms)")  # no setting has such a value
 LINE_CHARACTERS_MAX = 80  # of a line of code that is shown
+SAID_ELSEWHERE = {"threads", "world_size"}  # the first changes nothing on GPUs; the second is in the log
+SEEDS_MAX = 20  # whose summaries are compared
 PATH_SETTINGS = ("path", "dir", "file", "logs")
 
 
@@ -146,6 +149,23 @@ def check_same_config(folder: Folder) -> Iterator[Finding]:
                 run.log.where(located.line),
                 "a record is several seeds of one configuration (#2124)",
             )
+
+
+def check_same_place(folder: Folder) -> Iterator[Finding]:
+    """A6: the summaries of our runs name one hardware, one torch and the same data."""
+    said = {}
+    for seed, summary in sorted(folder.summaries.items()):
+        said[seed] = {**conditions_of(summary), **data_of(summary)}
+    for (seed, first), (other, second) in itertools.islice(itertools.pairwise(said.items()), SEEDS_MAX):
+        for name in sorted(first.keys() & second.keys() - SAID_ELSEWHERE):
+            if first[name] != second[name]:
+                values = [value[:LINE_CHARACTERS_MAX] for value in (first[name], second[name])]
+                yield fail(
+                    "A6",
+                    f"`{name}` is {values[0]} with seed {seed}, and {values[1]} with seed {other}",
+                    SUMMARY_NAME.format(seed=other),
+                    "a record is several seeds of one configuration (#2124)",
+                )
 
 
 def _may_differ(key: str, first: str, second: str) -> bool:
@@ -281,6 +301,7 @@ RULES = (
     check_curves,
     check_same_code,
     check_same_config,
+    check_same_place,
     check_one_text,
     check_labels,
     check_complete,
