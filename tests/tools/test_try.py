@@ -68,7 +68,8 @@ if __name__ == "__main__":
         log += [log[1].replace("final_int6_roundtrip", "legal_ttt")]
     (run / "log.txt").write_text("\\n".join(log))
     hardware = {"device": env.get("TEST_DEVICE", "CPU"), "threads": 2}
-    limits = {"artifact_bytes": {"value": 200000, "limit": 300000, "ok": True}}
+    ok = "TEST_OVER" not in env
+    limits = {"artifact_bytes": {"value": 200000, "limit": 300000, "ok": ok}}
     summary = {"exit": "finished", "limits": limits, "hardware": hardware, "stream_hash": env["SEED"]}
     (run / "summary.json").write_text(json.dumps(summary))
     sys.exit()
@@ -406,6 +407,12 @@ def test_a_run_that_fails_and_other_conditions_end_a_try(
     status, lines = try_it("MATRIX_LR=0.05")
     assert status == 2 and "new-seed1337 ended with exit status 3" in lines[-1]
     assert "log.txt" not in lines[-1]  # it ended before it had one
+    assert "Start the try again" in lines[-1]
+    monkeypatch.setenv("TEST_OVER", "1")
+    status, lines = try_it("MATRIX_LR=0.051", "--useful", "0")
+    assert status == 2 and "exceeded its limits: artifact_bytes; raise that limit" in lines[-1]
+    assert "again" not in lines[-1]  # it would fail again
+    monkeypatch.delenv("TEST_OVER")
     monkeypatch.delenv("TEST_FAILS")
     assert try_it("MATRIX_LR=0.05", "--seeds", "1")[0] == 3
     monkeypatch.setenv("TEST_DEVICE", "another CPU")

@@ -296,9 +296,7 @@ def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, use
         for name in (BASE, NEW) if number % 2 == 0 else (NEW, BASE):
             failed = run_once(rows[name], seed, folder, quiet=True)
             if failed:
-                has_log = (directory_of(folder, name, seed) / LOG).is_file()
-                where = "its log.txt says more" if has_log else "the lines above say why"
-                raise RecordError(f"{failed}; {where}. Start the try again to continue from there")
+                raise RecordError(f"{failed}; {next_step(directory_of(folder, name, seed))}")
         pair = read_pair(folder, seed)
         pairs.append(pair)
         if pair.stage != pairs[0].stage:
@@ -324,6 +322,15 @@ def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, use
                   file=sys.stderr, flush=True)  # fmt: skip
             says_how_long = False
     return pairs
+
+
+def next_step(directory: Path) -> str:
+    """What to do about a run that failed, or that finished over a limit."""
+    if is_finished(directory):
+        return ("raise that limit for both sides, in the budget (--config) or in the shell, or change what "
+                "exceeds it: either is a new try")  # fmt: skip
+    where = "its log.txt says more" if (directory / LOG).is_file() else "the lines above say why"
+    return f"{where}. Start the try again to continue from there"
 
 
 def read_pair(folder: Path, seed: str) -> Pair:
