@@ -145,6 +145,15 @@ def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: 
     assert re.search(r"^val_bpb, test-time training .* – +–$", unlike, re.MULTILINE)
 
 
+def test_two_runs_of_other_seeds_differ_in_that(tmp_path: Path, tool: Tool) -> None:
+    """Nothing else need be the reason, and one run a side is no test."""
+    runs = make_runs(tmp_path, 1, 2)
+    reason = "They ran under different conditions, which may explain part of the change: seed 1 against 2."
+    assert reason in tool("diff", *runs)
+    again = make_run(tmp_path / "again", 1, gain=0.01)
+    assert "seed 1 against" not in tool("diff", runs[0], again)
+
+
 def test_a_stage_that_a_seed_lacks_has_no_change(tmp_path: Path, tool: Tool) -> None:
     """Its mean would be of other seeds than those of the stages around it."""
     folders = [pack(tmp_path / name, make_runs(tmp_path / "runs" / name, 1, 2, 3)) for name in ("a", "b")]

@@ -104,6 +104,9 @@ def unlike_conditions(base: Group, new: Group) -> str:
         of_new = _conditions(new, name)
         if of_base and of_new and of_base != of_new:
             told.append(f"{name} {', '.join(sorted(of_base))} against {', '.join(sorted(of_new))}")
+    seeds = [seeds_of(group.runs) for group in (base, new)]
+    if [len(of_side) for of_side in seeds] == [1, 1] and seeds[0] != seeds[1]:
+        told.append(f"seed {seeds[0][0]} against {seeds[1][0]}")  # no test shows what of it is noise
     if not told:
         return ""
     return f"They ran under different conditions, which may explain part of the change: {'; '.join(told)}."
