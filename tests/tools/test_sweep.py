@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -385,3 +386,13 @@ def test_a_table_of_runs_fits_a_terminal_and_loses_no_setting(tmp_path: Path, to
     assert max(map(len, text.splitlines())) <= 120
     assert all(f"A_LONG_NAME_{number}={2 * number}" in text for number in range(1, 12))
     assert " scored first again" in text
+
+
+def test_a_stopped_run_is_kept_whatever_was_removed_before(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        (tmp_path / "run").mkdir()
+        (tmp_path / f"run/{number}").touch()
+        driver.keep_aside(tmp_path / "run")
+        if number == 2:
+            shutil.rmtree(tmp_path / "stopped/run.1")
+    assert sorted(path.name for path in tmp_path.glob("stopped/*/*")) == ["2", "3"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import os
 import shlex
 import signal
@@ -156,8 +157,8 @@ def keep_aside(directory: Path) -> None:
     """Rename the directory of a run that cannot be resumed: nothing is overwritten."""
     stopped = directory.parent / "stopped"
     stopped.mkdir(exist_ok=True)
-    number = len(list(stopped.iterdir())) + 1
-    aside = stopped / f"{directory.name}.{number}"
+    numbered = (stopped / f"{directory.name}.{number}" for number in itertools.count(1))
+    aside = next(path for path in numbered if not path.exists())
     directory.rename(aside)
     told = f"{directory.name} had no checkpoint: it is kept as {aside}, and the run starts over"
     print(told, file=sys.stderr)
