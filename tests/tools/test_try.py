@@ -356,6 +356,15 @@ def test_a_torn_line_of_the_history_takes_no_other_with_it(tmp_path: Path) -> No
     assert [entry["name"] for entry in history.entries(tmp_path)] == ["whole", "next"]
 
 
+def test_what_was_dropped_later_is_not_the_last_one_kept(tmp_path: Path) -> None:
+    """As when it is judged again with a larger --useful; fewer seeds decide nothing."""
+    for name, word in (("a", KEEP), ("b", KEEP), ("b", DROP), ("a", UNDECIDED)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        history.append(tmp_path, name=name, verdict=word, settings={})
+    kept = history.last_keep(tmp_path)
+    assert kept is not None and kept["name"] == "a"
+
+
 @pytest.mark.parametrize(("words", "message"), [
     ((), "both sides are the same: base.py is the script of base.py, and no setting differs"),
     (("MATRIX_LR=x",), "MATRIX_LR='x'"), (("MATRIX_LR",), "is not SETTING=VALUE"),

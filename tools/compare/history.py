@@ -13,7 +13,7 @@ from statistics import median, stdev
 from typing import Any, BinaryIO
 
 from data.files import exclusive, explain_os_error
-from tools.compare.sequential import KEEP, resolution
+from tools.compare.sequential import DROP, KEEP, resolution
 from tools.runs.errors import RecordError
 from tools.runs.folder import required_object
 from tools.runs.writing import json_text, write_text
@@ -130,7 +130,12 @@ def entries(runs: Path) -> list[dict[str, Any]]:
 
 def last_keep(runs: Path) -> dict[str, Any] | None:
     """The last verdict that kept something. RecordError where its line was edited, or its folder is gone."""
-    kept = [entry for entry in entries(runs) if entry.get("verdict") == KEEP]
+    decided: dict[str, dict[str, Any]] = {}  # by try, in the order of their last verdicts
+    for entry in entries(runs):
+        if entry.get("verdict") in (KEEP, DROP):  # asked again with fewer seeds, a try may be undecided
+            decided.pop(str(entry.get("name")), None)
+            decided[str(entry.get("name"))] = entry
+    kept = [entry for entry in decided.values() if entry["verdict"] == KEEP]
     if not kept:
         return None
     entry = kept[-1]
