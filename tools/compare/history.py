@@ -42,11 +42,14 @@ class Spread:
         """What the file holds, by conditions. RecordError where it was edited into something else."""
         if not self._path.is_file():
             return []
-        found: Any = required_object(self._path).get("conditions")
+        advice = "move it away, and the next try measures the spread again"
+        try:
+            found: Any = required_object(self._path).get("conditions")
+        except RecordError as error:
+            raise RecordError(f"{error}; {advice}") from error
         entries = found if isinstance(found, list) else [found]
         if not all(isinstance(entry, dict) and isinstance(entry.get("tries"), dict) for entry in entries):
-            raise RecordError(f"{self._path}: not what a try has written; move it away, and the next try "
-                              "measures the spread again")  # fmt: skip
+            raise RecordError(f"{self._path}: not what a try has written; {advice}")
         return entries
 
     def _is_here(self, entry: Mapping[str, Any]) -> bool:
@@ -118,7 +121,7 @@ def entries(runs: Path) -> list[dict[str, Any]]:
     """The verdicts so far. A line that a kill has torn is skipped."""
     found = []
     path = runs / VERDICTS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             entry = json.loads(line)
         except ValueError:
