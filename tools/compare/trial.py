@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
             args.runs, name=folder.name, settings=new.settings, base=base.origin, pairs=len(pairs),
             difference=change.difference, p=change.p, verdict=outcome.word, why=outcome.why,
         )  # fmt: skip
-    except DataError as error:  # hours of runs are not to end without their verdict
+    except (DataError, RecordError) as error:  # hours of runs are not to end without their verdict
         print(f"note: this verdict is not in the history of tries: {error}")
     print(f"tries with a verdict today: {history.tries_of_today(args.runs)}; of changes that do nothing, "
           "about one in 20 gets a wrong verdict")  # fmt: skip
