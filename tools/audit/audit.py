@@ -102,7 +102,7 @@ def audited(script: Path, config: Path | None, laws: list[Law], say: Callable[[s
             say(f"  walls: {opened.walls}")
             whole = opened.settings(given)
             verdict.subject["settings_sha256"] = settings_sha256(whole)
-            for name, text in experiments(opened, worlds, whole, laws):
+            for name, text in experiments(opened, worlds, whole, laws, verdict.not_run):
                 verdict.note(name, text)
                 say(f"  pass {name}: {text}")
             opened.check_it_stayed_inside()
@@ -112,20 +112,41 @@ def audited(script: Path, config: Path | None, laws: list[Law], say: Callable[[s
 
 
 def experiments(
-    opened: box.Box, worlds: Worlds, whole: Mapping[str, str], laws: list[Law]
+    opened: box.Box, worlds: Worlds, whole: Mapping[str, str], laws: list[Law], not_run: list[str]
 ) -> Iterator[tuple[str, str]]:
-    """(law, what held) of each law in each of its labs. `Broken` at the first that does not hold."""
+    """(law, what held) of each law in each of its labs. `Broken` at the first that does not hold.
+
+    not_run: gets a line for each lab without the script's own settings.
+    """
     for name, given in configurations(whole).items():
-        lab = Lab(opened, worlds, name, given, set(whole))
-        for law in laws:
-            if name not in law.labs:
-                continue
+        asked = [law for law in laws if name in law.labs]
+        if not asked:
+            continue
+        lab = make_lab(opened, worlds, name, given, whole, not_run)
+        for law in asked:
             try:
                 for text in law.test(lab):
                     yield law.name, f"{name}: {text}"
             except Broken as error:
                 text = "; ".join(filter(None, [error.text, opened.escapes()]))
                 raise Broken(error.law, f"{name}: {text}") from error
+
+
+def make_lab(
+    opened: box.Box, worlds: Worlds, name: str, given: Mapping[str, str], whole: Mapping[str, str],
+    not_run: list[str],
+) -> Lab:  # fmt: skip
+    """A lab with the settings that only this script has, so that its techniques are on in every lab.
+
+    A technique may not run at this size, or not with those that are on here. Then the lab is without it, and
+    `not_run` says so.
+    """
+    own = {key: value for key, value in settings.of_its_own(whole).items() if key not in given}
+    lab = Lab(opened, worlds, name, {**given, **own}, set(whole))
+    if own and not lab.can_train():
+        lab = Lab(opened, worlds, name, given, set(whole))
+        not_run.append(f"lab {name}: a run fails with {', '.join(own)}, so these have their defaults there")
+    return lab
 
 
 def configurations(whole: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -139,5 +160,5 @@ def configurations(whole: Mapping[str, str]) -> dict[str, dict[str, str]]:
 def describe_what_ran(verdict: Verdict, script: Path, opened: box.Box) -> None:
     """The branches that no run took, and the largest sizes that any had."""
     execution = unexecuted.Execution(script)
-    verdict.not_run = [str(mark) for mark in execution.not_run(opened.ran)]
+    verdict.not_run += [str(mark) for mark in execution.not_run(opened.ran)]
     verdict.largest = ", ".join(f"{size:,} {name}" for name, size in opened.largest.items())

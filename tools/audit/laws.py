@@ -98,6 +98,10 @@ class Lab:
         same.counted_once(run, world)
         return run
 
+    def can_train(self) -> bool:
+        """Whether such a run ends at all."""
+        return self.train(self.worlds.short(), AMPLE).status == 0
+
     @property
     def artifact(self) -> Path:
         """The artifact of that run."""
