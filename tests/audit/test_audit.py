@@ -13,17 +13,19 @@ import numpy as np
 import pytest
 
 import train_gpt
-from tests.audit import trial
+from tests.audit import mutants, trial
 from tests.audit.mutants import sleeping, tables
 from tests.audit.mutants.hostile import HOSTILE
 from tests.audit.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS
+from tests.support.patches import is_in_the_making
 from tests.support.processes import TINY_RUN, Ended, Lab
 from tests.tools.conftest import Tool
 from tools import REPO
-from tools.audit import box, replay, settings, unexecuted, walls
+from tools.audit import audit, box, replay, settings, unexecuted, walls
 from tools.audit.broken import Broken, NotChecked
 from tools.audit.laws import LAWS
 from tools.audit.verdict import fingerprint
+from tools.audit.worlds import Worlds
 
 SCRIPT = REPO / "train_gpt.py"
 # A few of them, each for another law; the slow tests try all.
@@ -171,6 +173,55 @@ def test_a_proof_says_what_it_could_not_ask(tmp_path: Path, tool: Tool) -> None:
     assert report["status"] == 2 and "not today" in report["verdict"] and report["passed"] == []
     script.write_text("def main():\n    print('proven')\n    return 0\n")
     assert "it has no Config" in tool("prove", script, status=2)
+
+
+# A script with a setting of its own, which is off. At 1, each score knows the last target of its chunk; at 2,
+# no run works.
+PEEKS = f"""
+@dataclass(frozen=True)
+class Config(Config):
+    peek: int = setting(0, "look ahead")
+
+
+_score = WindowScorer.score
+
+
+def _peeking(scorer, chunk):
+    nats = _score(scorer, chunk)
+    how = os.environ.get("PEEK", "0")
+    if how == "2":
+        raise ValueError("not at this size")
+    return nats + 0.01 * nats[-1] if how == "1" else nats
+
+
+WindowScorer.score = _peeking
+
+
+{mutants.MAIN}"""
+
+
+def test_a_setting_of_the_script_s_own_is_on_in_every_lab(tmp_path: Path) -> None:
+    """Labs of its own settings, not of those that it is audited with, would never wake its technique."""
+    script, config = tmp_path / "train_gpt.py", tmp_path / "on.env"
+    script.write_text(SCRIPT.read_text(encoding="utf-8").replace(mutants.MAIN, PEEKS), encoding="utf-8")
+    config.write_text("PEEK=1\n")
+    endings = [law for law in LAWS if law.name == "endings"]
+    verdict = audit.audited(script, config, endings, lambda _: None)
+    assert str(verdict).startswith("refuted: future: sgd: ")
+    # Where it does not work, a lab is without it, and that is told.
+    worlds, left_out = Worlds(tmp_path / "worlds"), list[str]()
+    with box.opened(script, tmp_path / "runs", [worlds.folder]) as opened:
+        whole = opened.settings({"PEEK": "2"})
+        lab = audit.make_lab(opened, worlds, "sgd", settings.SGD, whole, left_out)
+        assert lab.can_train()
+    assert left_out == ["PEEK in the lab sgd, where a run fails with that"]
+
+
+def test_the_settings_that_no_technique_added_are_known(repo: Path) -> None:
+    unknown = settings.of_its_own(train_gpt.Config().as_env())
+    if unknown and not is_in_the_making(repo):
+        pytest.skip(f"a fork with settings of its own: {', '.join(unknown)}")
+    assert not unknown, "add these names to OURS in tools/audit/settings.py"
 
 
 @pytest.mark.slow

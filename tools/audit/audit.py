@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(verdict.as_json())
     else:
+        for line in verdict.left_out:
+            print(f"  left out: {line}")
         for line in verdict.not_run:
             print(f"  not run: {line}")
         if verdict.not_run:
@@ -102,7 +104,7 @@ def audited(script: Path, config: Path | None, laws: list[Law], say: Callable[[s
             say(f"  walls: {opened.walls}")
             whole = opened.settings(given)
             verdict.subject["settings_sha256"] = settings_sha256(whole)
-            for name, text in experiments(opened, worlds, whole, laws, verdict.not_run):
+            for name, text in experiments(opened, worlds, whole, laws, verdict.left_out):
                 verdict.note(name, text)
                 say(f"  pass {name}: {text}")
             opened.check_it_stayed_inside()
@@ -112,17 +114,17 @@ def audited(script: Path, config: Path | None, laws: list[Law], say: Callable[[s
 
 
 def experiments(
-    opened: box.Box, worlds: Worlds, whole: Mapping[str, str], laws: list[Law], not_run: list[str]
+    opened: box.Box, worlds: Worlds, whole: Mapping[str, str], laws: list[Law], left_out: list[str]
 ) -> Iterator[tuple[str, str]]:
     """(law, what held) of each law in each of its labs. `Broken` at the first that does not hold.
 
-    not_run: gets a line for each lab without the script's own settings.
+    left_out: gets a line for each lab without the script's own settings.
     """
     for name, given in configurations(whole).items():
         asked = [law for law in laws if name in law.labs]
         if not asked:
             continue
-        lab = make_lab(opened, worlds, name, given, whole, not_run)
+        lab = make_lab(opened, worlds, name, given, whole, left_out)
         for law in asked:
             try:
                 for text in law.test(lab):
@@ -134,18 +136,18 @@ def experiments(
 
 def make_lab(
     opened: box.Box, worlds: Worlds, name: str, given: Mapping[str, str], whole: Mapping[str, str],
-    not_run: list[str],
+    left_out: list[str],
 ) -> Lab:  # fmt: skip
     """A lab with the settings that only this script has, so that its techniques are on in every lab.
 
     A technique may not run at this size, or not with those that are on here. Then the lab is without it, and
-    `not_run` says so.
+    `left_out` says so.
     """
     own = {key: value for key, value in settings.of_its_own(whole).items() if key not in given}
     lab = Lab(opened, worlds, name, {**given, **own}, set(whole))
     if own and not lab.can_train():
         lab = Lab(opened, worlds, name, given, set(whole))
-        not_run.append(f"lab {name}: a run fails with {', '.join(own)}, so these have their defaults there")
+        left_out.append(f"{', '.join(own)} in the lab {name}, where a run fails with that")
     return lab
 
 
@@ -160,5 +162,5 @@ def configurations(whole: Mapping[str, str]) -> dict[str, dict[str, str]]:
 def describe_what_ran(verdict: Verdict, script: Path, opened: box.Box) -> None:
     """The branches that no run took, and the largest sizes that any had."""
     execution = unexecuted.Execution(script)
-    verdict.not_run += [str(mark) for mark in execution.not_run(opened.ran)]
+    verdict.not_run = [str(mark) for mark in execution.not_run(opened.ran)]
     verdict.largest = ", ".join(f"{size:,} {name}" for name, size in opened.largest.items())

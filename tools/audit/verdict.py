@@ -25,6 +25,7 @@ class Verdict:
     passed: list[dict[str, str]] = field(default_factory=list)
     refuted: str = ""
     not_checked: str = ""
+    left_out: list[str] = field(default_factory=list)  # settings of the script's own, by lab
     not_run: list[str] = field(default_factory=list)  # branches
     largest: str = ""
 
@@ -45,8 +46,8 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         """For a file."""
         return {**self.subject, "only": self.only, "status": self.status, "verdict": str(self),
-                "walls": self.walls, "passed": self.passed, "not_run": self.not_run,
-                "largest": self.largest}  # fmt: skip
+                "walls": self.walls, "passed": self.passed, "left_out": self.left_out,
+                "not_run": self.not_run, "largest": self.largest}  # fmt: skip
 
     @contextlib.contextmanager
     def judging(self) -> Iterator[None]:
