@@ -278,3 +278,14 @@ def test_collectives_of_a_step_are_few_and_those_of_learning_are_one(eight_ranks
     tokens = np.full(64 + 1, 2, np.uint16)
     train_gpt.learn(model, torch.optim.SGD(model.parameters(), lr=0.1), tokens, config)
     assert eight_ranks == {"all_reduce": 2 * (64 // config.eval_length)}  # one of each step
+
+
+def test_a_parameter_that_the_loss_does_not_use_is_named() -> None:
+    """Whoever adds a row to the table and forgets to read it, or reads it in other layers only."""
+    config = tiny_config()
+    model = build_model(config)
+    optimizer = Optimizer(model, config, Machine())
+    model.loss(torch.ones(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.int64)).backward()
+    model.get_parameter("smear_scale_1").grad = None
+    with pytest.raises(RuntimeError, match=r"no gradient for parameters of shape \(1,\): .*parameter_table"):
+        optimizer.step(1.0, 0.9)
