@@ -101,6 +101,15 @@ except ConfigError as error:
 else:
     raise AssertionError("a checkpoint of other states was loaded")
 """,
+    "parameter": """
+model, optimizer, _ = trained(VALUE_RESIDUAL="1")
+assert torch.equal(trained()[2], trained(VALUE_RESIDUAL="0")[2])
+first_layer, second_layer = model.get_parameter("value_mix_L2").detach()
+assert first_layer[1] == 0 and second_layer[1] != 0  # the first layer has nothing to mix in
+assert any(weights is model.get_parameter("value_mix_L2") for weights in optimizer.small)
+begun = [build_model(Config.from_env({**SMALL, "VALUE_RESIDUAL": on})) for on in "01"]
+assert torch.equal(*(model.loss(ids[:, :-1], ids[:, 1:]) for model in begun))
+""",
     "kernel": """
 config = Config.from_env({**SMALL, "FUSED_MLP": "1"})
 ops, report = choose_implementation("fused_mlp", Ops(), config, Machine())
