@@ -2056,8 +2056,8 @@ def gradients_of(parameters: list[nn.Parameter]) -> list[Any]:
     """The gradients after a backward pass. RuntimeError if the loss does not depend on some parameter."""
     unused = [f"{tuple(parameter.shape)}" for parameter in parameters if parameter.grad is None]
     if unused:
-        raise RuntimeError(f"no gradient for parameters of shape {', '.join(unused)}: the loss must depend on "
-                           "every entry of `parameter_table`; use it, or leave it out with these settings")
+        raise RuntimeError(f"no gradient for parameters of shape {', '.join(unused)}: the loss must depend "
+                           "on every entry of `parameter_table`; use it, or leave it out with these settings")
     return [parameter.grad for parameter in parameters]
 
 

@@ -64,6 +64,9 @@ if __name__ == "__main__":
            f"{COUNTED}"]
     if env["SEED"] in env.get("TEST_SLOW", ""):
         log += ["warning: legal_ttt continues without training: 9.0s of 9.0s are used, the rest needs 9s"]
+    if "TEST_TRAINED" in env:
+        trained = eval(env["TEST_TRAINED"], {"bpb": bpb})
+        log += [f"DIAGNOSTIC final val_loss:{2 * trained:.4f} val_bpb:{trained:.4f} train_time:500ms"]
     if env["SEED"] in env.get("TEST_LEARNS", ""):
         log += [log[1].replace("final_int6_roundtrip", "legal_ttt")]
     (run / "log.txt").write_text("\\n".join(log))
@@ -231,6 +234,18 @@ def test_a_clock_that_changes_scores_is_told(
     monkeypatch.setenv("RUNS_DIR", str(slow.parent))
     assert main(["runs"]) == 0
     assert capfd.readouterr().out.count(" finished, learning stopped early") == 2
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(("trained", "told"), [("1.5", True), ("bpb", False)])
+def test_a_change_that_training_did_not_feel_is_told(
+    trained: str, told: bool, try_it: Try, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As cautious weight decay where the decay is 0: only the bytes that its code takes move the score."""
+    monkeypatch.setenv("TEST_TRAINED", trained)
+    _, lines = try_it("MATRIX_LR=0.05", "--seeds", "2")
+    notes = [line for line in lines if line.startswith("note: with each seed both sides score the same")]
+    assert len(notes) == told
 
 
 @pytest.mark.usefixtures("fast")

@@ -381,6 +381,11 @@ def remarks(pairs: Sequence[Pair], folder: Path, outcome: Verdict, equal: str) -
         steps = sorted({row.steps or 0 for pair in pairs for row in (pair.base, pair.new)})
         if len(steps) > 1:
             lines.append(f"note: the runs made {' and '.join(map(str, steps))} steps, not the same number")
+    trained = [(pair.base.scores.get(STAGES[0]), pair.new.scores.get(STAGES[0])) for pair in pairs]
+    if all(base is not None and base == new for base, new in trained):
+        lines.append("note: with each seed both sides score the same before quantization, so your change did "
+                     "nothing in training; if it should have, is something that it needs off in this budget?"
+                     )  # fmt: skip
     stopped = [row.path.name for pair in pairs for row in (pair.base, pair.new) if row.stopped_learning]
     if stopped:
         lines.append(f"note: the clock ended test-time training early in {', '.join(stopped)}: raise "
