@@ -352,7 +352,7 @@ class Config(TrainingSettings):
     # of PRs #1953 and #2008.
     ttt_lora_targets: str = setting(
         "k,o,mlp,head", "TTT_MODE=lora: modules with adapters; o and mlp: around attention and MLP",
-        pattern="(q|k|v|o|mlp|head)(,(q|k|v|o|mlp|head))*")  # fmt: skip
+        pattern="(q|k|v|o|mlp|head)(,(q|k|v|o|mlp|head))*")
     ttt_lora_rank: int = setting(96, "TTT_MODE=lora: rank of an adapter", 1)
     ttt_lora_alpha: float = setting(144.0, "TTT_MODE=lora: α in the scale α / TTT_LORA_RANK of outputs")
     ttt_lora_lr: float = setting(7.5e-5, "TTT_MODE=lora: learning rate of AdamW")
@@ -363,9 +363,9 @@ class Config(TrainingSettings):
         0, "TTT_MODE=lora: documents per batch of one rank; 0: as many as a micro-batch holds")
     # --- data ---
     data_path: str = setting("data/datasets/fineweb10B_sp8192_lossless_caps_caseops_v1_reserved_fused",
-                             "directory of fineweb_{train,val}_*.bin shards")  # fmt: skip
+                             "directory of fineweb_{train,val}_*.bin shards")
     tokenizer_path: str = setting("data/tokenizers/fineweb_8192_bpe_lossless_caps_caseops_v1_reserved.model",
-                                  "SentencePiece model of these shards")  # fmt: skip
+                                  "SentencePiece model of these shards")
     micro_batch_tokens: int = setting(98_304, "tokens per forward pass of one rank; bounds memory", 1)
     train_prefetch: bool = setting(True, "load batches in background threads; 0: synchronously")
     train_prefetch_queue: int = setting(2, "batches loaded ahead of the current step", 1, 1024)
@@ -374,7 +374,7 @@ class Config(TrainingSettings):
     val_tokens_limit: int = setting(0, "score only the first N targets: NOT comparable; 0: score all")
     # --- run ---
     run_id: str = setting("", "name of the run directory; empty: date, time and seed",
-                          pattern=r"|[^./\\][^/\\]{0,199}")  # fmt: skip
+                          pattern=r"|[^./\\][^/\\]{0,199}")
     runs_dir: str = setting("runs", "directory that holds the run directories")
     max_eval_seconds: float = setting(
         600.0, "time limit of the headline score in seconds; TTT stops early to meet it; 0: none")
@@ -388,15 +388,15 @@ class Config(TrainingSettings):
     training_timing_breakdown: bool = setting(False, "print where the time of a training step goes")
     training_timing_every: int = setting(200, "steps between timing lines, after the first ten", 1)
     trace_steps: str = setting("", "A:B traces steps A to B - 1 for ui.perfetto.dev; the first step is 1",
-                               pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
+                               pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")
     profile_steps: str = setting("", "A:B like TRACE_STEPS, plus a trace by torch.profiler",
-                                 pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
+                                 pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")
     device: str = setting("auto", "device to run on; auto: CUDA if there is a GPU", among="auto cpu cuda")
     cpu_threads: int = setting(0, "CPU threads of torch; 0: torch's default", 0, 1024)
     compile: str = setting("auto", "use torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = setting(
         "auto", "dtype of activations; auto: bfloat16 where it is fast; float32 uses TF32 on a GPU if it can",
-        among="auto float32 bfloat16")  # fmt: skip
+        among="auto float32 bfloat16")
     attention: str = setting(
         "auto", "attention kernel; auto: the first that passes its check", among="auto fa3 varlen fa2 sdpa")
     fused_mlp: str = setting(
@@ -411,7 +411,7 @@ class Config(TrainingSettings):
     eval_only: str = setting("", "artifact to score instead of training")
     foreign_names: str = setting(
         "", "variables of other programs (A,B) to ignore, although they resemble settings",
-        pattern="[A-Za-z0-9_, ]*")  # fmt: skip
+        pattern="[A-Za-z0-9_, ]*")
 
     @property
     def eval_length(self) -> int:
@@ -483,7 +483,7 @@ class Config(TrainingSettings):
             (not self.trace_steps or not self.profile_steps, "only one of TRACE_STEPS and PROFILE_STEPS"),
             (not window or len(self.traced_steps) > 0, "TRACE_STEPS or PROFILE_STEPS as A:B with A < B"),
             (not self.resume or not self.eval_only, "only one of RESUME and EVAL_ONLY"),
-        ]  # fmt: skip
+        ]
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Config":
@@ -657,7 +657,7 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
         "resid_keep_LD": Parameter((layers, width), 1.0),
         "resid_inject_LD": Parameter((layers, width)),
         "qk_gain_LH": Parameter((layers, c.num_heads), c.qk_gain_init),
-    }  # fmt: skip
+    }
     if skips:
         table["skip_weight_SD"] = Parameter((skips, width), 1.0)
         if c.skip_gates_enabled:
@@ -791,7 +791,7 @@ def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor 
     y_BHTE = F.scaled_dot_product_attention(
         q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2),
         mask, is_causal=mask is None, enable_gqa=True,
-    )  # fmt: skip
+    )
     return y_BHTE.transpose(1, 2).to(dtype)
 
 
@@ -930,7 +930,7 @@ class GPT(nn.Module):
     def forward(
         self, inputs_BT: Tensor, starts: Tensor | None = None, looping: bool = True,
         observe: Observer | None = None, adapters: list[Adapters] | None = None, longest: int = 0
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Hidden states (B, T, D) after the last norm.
 
         starts: `document_starts` on the device, found here if not given. looping: run the NUM_LOOPS extra
@@ -952,7 +952,7 @@ class GPT(nn.Module):
             values_BTK=table_rows(
                 self, inputs_BT, weights, "value_table_VC", "value_projection_1KC", "value_scale_1"
             ) if c.ve_enabled else None,
-        )  # fmt: skip
+        )
         adapters = adapters or [{}] * len(layers)
 
         # A lane is a residual stream: there is one, or two from PARALLEL_START_LAYER on. The layers form a
@@ -1065,7 +1065,7 @@ class GPT(nn.Module):
         if c.bigram_vocab_size:  # only configs/pr549.env and pr785.env
             x = x + table_rows(
                 self, bigram_rows(inputs_BT, c), weights,
-                "bigram_table_RC", "bigram_projection_1DC", "bigram_scale_1")  # fmt: skip
+                "bigram_table_RC", "bigram_projection_1DC", "bigram_scale_1")
         if c.smear_gate_enabled:
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ weights["smear_gate_1W"][0])
             # Nothing crosses the start of a document (PR #1851). Closing the gate is cheaper than zeroing the
@@ -1264,13 +1264,13 @@ def ancestor_parameters(c: ModelSettings) -> dict[str, Parameter]:
         table["channel_smear_1D"] = Parameter((1, c.model_dim))
     if c.bigram_vocab_size:
         table["bigram_table_RC"] = Parameter(
-            (c.bigram_vocab_size, c.bigram_dim), optimizer="embedding", quantize_as="embed")  # fmt: skip
+            (c.bigram_vocab_size, c.bigram_dim), optimizer="embedding", quantize_as="embed")
         if c.bigram_dim != c.model_dim:
             table["bigram_projection_1DC"] = Parameter((1, c.model_dim, c.bigram_dim), random_matrices=1)
         table["bigram_scale_1"] = Parameter((1,), 0.05)
     if c.ve_enabled:
         table["value_table_VC"] = Parameter(
-            (c.vocab_size, c.ve_dim), std=0.01, optimizer="embedding", quantize_as="embed")  # fmt: skip
+            (c.vocab_size, c.ve_dim), std=0.01, optimizer="embedding", quantize_as="embed")
         if c.ve_dim != c.kv_dim:
             table["value_projection_1KC"] = Parameter((1, c.kv_dim, c.ve_dim), random_matrices=1)
         table["value_scale_1"] = Parameter((1,), 0.1)
@@ -1349,7 +1349,7 @@ if triton is not None:
         a, weight, factors, given, out, more, M, N, K, scale, slope,
         MATMUL: tl.constexpr, UNIT: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ):  # fmt: skip
+    ):
         # a (M, K); weight (N, K), in the backward pass (K, N); factors (M,); given, out (M, N); more (M,) and
         # fp32 in "d_up", (M, N) in "d_x".
         # UNIT: the lowest mantissa bit of the output's dtype, as a bit of an fp32 number.
@@ -1419,7 +1419,7 @@ if triton is not None:
         qkv, gain, rotary, q, k, v, own_v, d_qkv, d_gain, tokens, T, eps,
         BACKWARD: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    ):  # fmt: skip
+    ):
         # A program handles one head of BLOCK_N tokens. The forward pass reads qkv and writes q, k and v, with
         # each key and value head repeated for every query head of its group. The backward pass reads the
         # gradients from q, k, v and own_v, and writes those of qkv and, summed over its tokens, of the gain.
@@ -1487,7 +1487,7 @@ if triton is not None:
         y, v, gate, out, d_out, d_y, d_v, d_gate, tokens, v_stride, min_square, BACKWARD: tl.constexpr,
         K: tl.constexpr, GROUPS: tl.constexpr, E: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    ):  # fmt: skip
+    ):
         # A program handles one key head of BLOCK_N tokens, with all query heads of its group.
         key_head = tl.program_id(1)
         token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -1522,7 +1522,7 @@ if triton is not None:
 def mlp_matmul(
     matmul: str, a_MK: Tensor, weight: Tensor, factors_M: Tensor | None, given: list[Tensor],
     scale: float, slope: float,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """One of the four matmuls of the MLP, by the kernel: see the table at the top of this section.
 
     weight: up_FD or down_DF; the forward pass sums over its second axis, the backward pass over its first.
@@ -1561,7 +1561,7 @@ def mlp_matmul(
         more = given[1]  # d_y, which it reads
     mlp_kernel[(programs,)](
         a, weight, factors_M, first_given, out, more, *out.shape, a.shape[1], scale, slope, MATMUL=matmul,
-        UNIT=int(torch.finfo(a.dtype).eps * 2**23), **mlp_tile(matmul, shared_bytes))  # fmt: skip
+        UNIT=int(torch.finfo(a.dtype).eps * 2**23), **mlp_tile(matmul, shared_bytes))
     return results
 
 
@@ -1655,7 +1655,7 @@ def launch_heads(
     heads_kernel[(programs, N)](
         qkv_BTNE.contiguous(), gain_H.contiguous(), rotary.contiguous(), *pointers, B * T, T, RMS_NORM_EPS,
         BACKWARD=bool(gradients), H=H, K=K, E=E, HALF=rotary.size(-1),
-        BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E))  # fmt: skip
+        BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E))
     return results
 
 
@@ -1714,7 +1714,7 @@ def launch_xsa(
     xsa_kernel[(triton.cdiv(N, HEAD_ROWS), K)](
         y_BTHE.contiguous(), v_NKE, gate_BTH.contiguous(), *pointers, N, v_NKE.stride(0), XSA_MIN_SQUARE,
         BACKWARD=d_out_BTHE is not None, K=K, GROUPS=y_BTHE.size(2) // K, E=E,
-        BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E))  # fmt: skip
+        BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E))
     return results
 
 
@@ -1952,7 +1952,7 @@ def choose_implementation(setting: str, ops: Ops, c: Config, machine: Machine) -
         asked = getattr(c, setting)
         way_out = "" if asked == "auto" else f", or set {setting.upper()}=auto"
         raise ConfigError(f"{setting.upper()}={asked}: no implementation works here: {' | '.join(tried)}; "
-                          f"if memory ran out, lower MICRO_BATCH_TOKENS{way_out}")  # fmt: skip
+                          f"if memory ran out, lower MICRO_BATCH_TOKENS{way_out}")
     chosen, *others = passed
     if others:  # the MLP on a GPU: Triton is installed, and measures them
         times_ms = {}
@@ -1996,7 +1996,7 @@ def fast_ops(c: Config, machine: Machine) -> ChosenOps:
         report += lines
     if machine.on_gpu and c.doc_mask and c.attention == "auto" and ops.attend is attention_sdpa:
         slow = ("ATTENTION=sdpa with DOC_MASK=1 makes steps about 1.5 times as long; install flash_attn_3, "
-                "flash_attn, or torch 2.10 or later, and use COMPUTE_DTYPE=bfloat16")  # fmt: skip
+                "flash_attn, or torch 2.10 or later, and use COMPUTE_DTYPE=bfloat16")
         if machine.world_size >= 8:
             raise ConfigError(f"{slow}; to train anyway, set ATTENTION=sdpa")
         report.append(f"warning: {slow}")
@@ -2097,7 +2097,7 @@ class Optimizer:
         self.adam = torch.optim.AdamW([
             {"params": group("embedding"), "base_lr": c.tied_embed_lr, "weight_decay": c.embed_wd},
             {"params": group("scalar"), "base_lr": c.scalar_lr, "weight_decay": c.adam_wd},
-        ], betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)  # fmt: skip
+        ], betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
 
     @torch.no_grad()
     def step(
@@ -2140,7 +2140,7 @@ class Optimizer:
         muon = {name: [whole for _, whole in self._gather(parts)] for name, parts in self.states.items()}
         return copy.deepcopy({
             "weights": self.weights, "average": self.average, "adam": self.adam.state_dict(), "muon": muon,
-        })  # fmt: skip
+        })
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned, on any number of ranks. ConfigError if Muon's state differs."""
@@ -2426,7 +2426,7 @@ ANCESTOR_SWITCHES: dict[str, tuple[str, str]] = {
     "TTT_BETA1": ("0", "a constant of `adamw_step`"),
     "TTT_BETA2": ("0.99", "a constant in Config"),
     "TTT_WEIGHT_DECAY": ("0.5", "a constant in Config"),
-}  # fmt: skip
+}
 # Configurations whose published commands people paste, and how many settings in common make it one of them.
 ANCESTORS = "upstream_baseline pr549 pr591 pr785 pr1493"
 SETTINGS_IN_COMMON = 5
@@ -2581,7 +2581,7 @@ def connect(machine: Machine, environ: Mapping[str, str]) -> None:
     try:
         dist.init_process_group(
             backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS),
-            device_id=machine.device if machine.on_gpu else None)  # fmt: skip
+            device_id=machine.device if machine.on_gpu else None)
     except ValueError as error:
         raise ConfigError(f"WORLD_SIZE={machine.world_size}: {error}; use torchrun") from error
     # All ranks connect here. If one left before, its error would be hidden by the others' connection errors.
@@ -2827,14 +2827,14 @@ class Trace:
         events = []
         for number, lane in enumerate(LANES, 1):
             events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
-                           "args": {"name": lane}})  # fmt: skip
+                           "args": {"name": lane}})
         # Spans that other threads have not finished end now.
         for name, lane, begin, end, args in list(self.spans):
             begin = max(begin, self.began)
             seconds = min(end, now) - begin
             if seconds >= 0:
                 events.append({"ph": "X", "name": name, "pid": self.rank, "tid": 1 + LANES.index(lane),
-                               "ts": 1e6 * begin, "dur": 1e6 * seconds, "args": args})  # fmt: skip
+                               "ts": 1e6 * begin, "dur": 1e6 * seconds, "args": args})
         path = self.directory / f"trace_rank{self.rank}.json"
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
             write_atomically(path, json.dumps({"traceEvents": events}).encode())
@@ -3003,12 +3003,12 @@ def shard_fault(path: Path) -> str:
             return ""
         if ids_bytes == 4 * tokens:
             return ("uint32 ids (4 bytes per token), expected uint16; convert them, if the vocabulary has at "
-                    "most 65,536 pieces")  # fmt: skip
+                    "most 65,536 pieces")
         return (f"{size_bytes} bytes, expected {SHARD_HEADER_BYTES + 2 * tokens} for the {tokens} tokens in "
-                "its header; fetch it again")  # fmt: skip
+                "its header; fetch it again")
     if magic == LLAMA3_MAGIC:
         return ("a shard of llm.c for Llama 3 with uint32 ids, expected uint16 ids; make shards from the "
-                "text with data/export.py and a vocabulary of at most 65,536 pieces")  # fmt: skip
+                "text with data/export.py and a vocabulary of at most 65,536 pieces")
     if magic == SHARD_MAGIC:
         return f"version {version} of the format, expected {SHARD_VERSION}; export it again"
     if header.byteswap()[:1].tolist() == [SHARD_MAGIC]:
@@ -3018,7 +3018,7 @@ def shard_fault(path: Path) -> str:
     if first.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the shard itself; run `git lfs pull` where it came from"
     return (f"begins with {first[:12]!r}, expected a shard header with magic {SHARD_MAGIC}; fetch it again, "
-            "or, if it holds ids without a header, add one (data/README.md, Formats)")  # fmt: skip
+            "or, if it holds ids without a header, add one (data/README.md, Formats)")
 
 
 def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
@@ -3034,7 +3034,7 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
         raise DataError(f"{shard.path}: {fault}")
     if shard.path.stat().st_size != SHARD_HEADER_BYTES + 2 * shard.tokens:
         raise DataError(f"{shard.path}: replaced since the run began, when it had {shard.tokens} tokens; put "
-                        "that shard back")  # fmt: skip
+                        "that shard back")
     ids = np.fromfile(shard.path, "<u2", offset=SHARD_HEADER_BYTES)
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
@@ -3274,7 +3274,7 @@ class Loader:
         """
         ids = torch.empty(
             self.micro_sequences, self.config.train_seq_len + 1,
-            dtype=torch.uint16, pin_memory=self.machine.on_gpu)  # fmt: skip
+            dtype=torch.uint16, pin_memory=self.machine.on_gpu)
         ids_BT = ids.numpy()  # the same memory
         np.concatenate(list(itertools.islice(sequences, self.micro_sequences)), out=ids_BT.reshape(-1))
         # Hash the same memory that is copied to the device.
@@ -3442,13 +3442,13 @@ def load_tokenizer(config: Config) -> Any:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
         raise DataError(f"TOKENIZER_PATH={path}: not a SentencePiece model ({error}); set it to the "
-                        "tokenizer of the shards, see data/README.md") from error  # fmt: skip
+                        "tokenizer of the shards, see data/README.md") from error
     if pieces.vocab_size() != config.vocab_size:
         raise DataError(f"TOKENIZER_PATH={path}: has {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
                         f"{config.vocab_size}; set both to match manifest.json")
     if pieces.bos_id() != BOS_ID:
         raise DataError(f"TOKENIZER_PATH={path}: BOS has id {pieces.bos_id()}, expected {BOS_ID}; train the "
-                        "tokenizer with pad, bos, eos, unk = 0, 1, 2, 3")  # fmt: skip
+                        "tokenizer with pad, bos, eos, unk = 0, 1, 2, 3")
     return pieces
 
 
@@ -3556,7 +3556,7 @@ OFFICIAL_VALIDATION = {
     "sp8192": OfficialText(8192, 50_000, 151_080_891, 40_540_802,
                            "6a6475e0ebfad1992f502a1034ad0041baeb68c8c03e593831c014f4a3dd63d2"),
     "caseops": OfficialText(8192, 50_000, 151_080_645, 47_853_343, None),
-}  # fmt: skip
+}
 
 
 def official_name(tokens: Array, bytes_total: int, vocab_size: int) -> str:
@@ -3720,7 +3720,7 @@ def check_sidecar(tokens: Array, counts: Array, pieces: Any, config: Config) -> 
     odd = np.flatnonzero((targets == BOS_ID) & (counts > 0))
     if len(odd):
         raise DataError(f"{sidecar}: validation token {odd[0] + 1} is BOS and has {counts[odd[0]]} bytes, "
-                        "expected 0; get the data again, see data/README.md")  # fmt: skip
+                        "expected 0; get the data again, see data/README.md")
     lengths, spaced, _ = piece_bytes(pieces, config.vocab_size)
     spelled = (lengths + spaced)[targets]
     has_several = spelled > 1
@@ -3867,7 +3867,7 @@ class WindowScorer:
         self.host_windows = sliding_window_view(tokens, self.context + 1)
         self.device_windows = (
             torch.from_numpy(tokens).to(self.device).unfold(0, self.context + 1, 1)
-            if config.val_prefetch else None)  # fmt: skip
+            if config.val_prefetch else None)
 
     def score(self, chunk: Array) -> Array:
         """The nats of all targets of one of `chunks`, float64, on every rank. All ranks call it together."""
@@ -4019,7 +4019,7 @@ ADAPTER_EPS = 1e-10  # of AdamW: the gradients of one chunk are small (PR #1855)
 def adamw_step(
     weights_N: Tensor, squares_N: Tensor, rounded_N: Tensor, gradients_N: Tensor, newest: Tensor,
     config: Config,
-) -> None:  # fmt: skip
+) -> None:
     """One AdamW step in place. β1 is 0, so there is no first moment (PR #1855).
 
     squares_N: running mean of squared gradients. newest: weight of the new square in it. rounded_N: receives
@@ -4435,7 +4435,7 @@ def read_modes(config: Config) -> dict[str, int]:
         return dict(modes)
     except Exception as error:  # whatever the bytes are
         raise ConfigError(f"{path}: not the modes of a run ({type(error).__name__}: {error}); copy it again, "
-                          "or remove it to let the clock decide") from error  # fmt: skip
+                          "or remove it to let the clock decide") from error
 
 
 def evaluate(
@@ -5303,7 +5303,7 @@ class Training:
         self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log, profiler)
         self.timer = StepTimer(
             config.training_timing_every if config.training_timing_breakdown else 0,
-            machine.on_gpu, self.trace)  # fmt: skip
+            machine.on_gpu, self.trace)
         self.loader = Loader(config, self.shards, machine, self.trace)
         self.step = 0
         self.unread: list[StepResult] = []  # oldest first
@@ -5381,7 +5381,7 @@ def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
     path = find_path(config.resume) / CHECKPOINT
     if not path.exists():
         raise ConfigError(f"RESUME: there is no {path}: the run has finished, or it ended before its first "
-                          "checkpoint; start it again under another RUN_ID")  # fmt: skip
+                          "checkpoint; start it again under another RUN_ID")
     try:
         # torch.load does not verify checksums. A flipped bit in the weights would show up hundreds of steps
         # later, or never.
@@ -5406,7 +5406,7 @@ def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
         named = ", ".join(f"{name} is {now.get(name)} but was {then.get(name)}" for name in changed)
         script = shlex.quote(f"{path.parent}/train_gpt.py")
         raise ConfigError(f"RESUME={config.resume}: {named}; run {script} with no other "
-                          "settings. RESUME_OTHER_CODE=1 allows another script and is recorded")  # fmt: skip
+                          "settings. RESUME_OTHER_CODE=1 allows another script and is recorded")
     return state
 
 
@@ -5651,7 +5651,7 @@ def log_step(training: Training, result: StepResult, loss: float, norm: float) -
     tokens = config.train_batch_tokens * step
     training.run.record(
         "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens, grad_norm=norm,
-        progress=result.progress, data_wait_max_ms=result.wait_ms)  # fmt: skip
+        progress=result.progress, data_wait_max_ms=result.wait_ms)
     training.waits_ms.append(result.wait_ms)
     step_ms = 1e3 * seconds / step
     progress = run_progress(seconds, step, config)
@@ -5696,7 +5696,7 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
         f"val_stage_time_ms:{1e3 * val_seconds:.0f}ms {label}")
     run.record(
         "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-        train_time_ms=train_ms, val_ms=1e3 * val_seconds)  # fmt: skip
+        train_time_ms=train_ms, val_ms=1e3 * val_seconds)
 
 
 def calibration_batches(training: Training) -> Iterator[Batch]:
@@ -5756,7 +5756,7 @@ def main() -> int:
     try:
         if len(sys.argv) > 1:
             raise ConfigError(f"got {sys.argv[1:]} on the command line, expected only --help; settings are "
-                              "environment variables: SEED=42 python train_gpt.py")  # fmt: skip
+                              "environment variables: SEED=42 python train_gpt.py")
         environ = with_config_of_run(os.environ)
         config = Config.from_env(environ)
         notes = notes_on_environment(environ, config.foreign_names)
@@ -5775,7 +5775,7 @@ def main() -> int:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
         message = ("error: out of GPU memory; lower MICRO_BATCH_TOKENS, VAL_BATCH_SIZE or, for test-time "
-                   f"training, TTT_BATCH_SEQS or TTT_BATCH_SIZE ({error})")  # fmt: skip
+                   f"training, TTT_BATCH_SEQS or TTT_BATCH_SIZE ({error})")
     except Exception:
         # A bug in this script: the traceback helps to fix it.
         message = traceback.format_exc().strip()
@@ -5969,7 +5969,7 @@ def keep_artifact(path: Path, data: bytes, config: Config) -> None:
             kept = shlex.quote(str(spare))
             command = f"RUNS_DIR={kept} EVAL_ONLY={kept}/{path.name} python {shlex.quote(sys.argv[0])}"
             raise ConfigError(f"{error}. The artifact and its settings were saved in {kept}; to evaluate it, "
-                              f"run: {command}") from error  # fmt: skip
+                              f"run: {command}") from error
         raise
 
 
@@ -5995,7 +5995,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     manifest_file = folder / "manifest.json"
     read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
             "shards": json.dumps(listing).encode(),
-            "manifest": manifest_file.read_bytes() if manifest_file.is_file() else b"{}"}  # fmt: skip
+            "manifest": manifest_file.read_bytes() if manifest_file.is_file() else b"{}"}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
     if train_shards:
         check_manifest(manifest_file, manifest, listing)
@@ -6003,7 +6003,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     for maker, expected in ((manifest_file, made_by), ("EVAL_ONLY's artifact", tokenizer_sha256)):
         if expected not in ("", hashes["tokenizer"]):
             raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: has sha256 {hashes['tokenizer']}, but "
-                            f"{maker} expects {expected}; use that tokenizer")  # fmt: skip
+                            f"{maker} expects {expected}; use that tokenizer")
 
     for shard in (val_shards[0], *train_shards[:1]):
         check_first_token(shard, read_tokens(shard, config.vocab_size))
@@ -6025,7 +6025,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
         check_budget(config, config.artifact_bytes_max - len(shipped))
     return Inputs(
         choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
-        fast_ops(config, machine), checkpoint)  # fmt: skip
+        fast_ops(config, machine), checkpoint)
 
 
 def check_first_token(shard: Shard, tokens: Array) -> None:
@@ -6035,7 +6035,7 @@ def check_first_token(shard: Shard, tokens: Array) -> None:
     begins = np.flatnonzero(tokens == BOS_ID)
     if len(begins) == 0:
         raise DataError(f"{shard.path}: begins with id {tokens[0]} and has no BOS={BOS_ID} at all, expected "
-                        "one before each document; export it again, with 1 as the id of BOS")  # fmt: skip
+                        "one before each document; export it again, with 1 as the id of BOS")
     raise DataError(
         f"{shard.path}: begins inside a document, with id {tokens[0]}, expected BOS={BOS_ID} at the start of "
         "the first shard. Is it a later shard, copied by itself? Add the shards before it, numbered from "
@@ -6075,7 +6075,7 @@ def check_manifest(path: Path, manifest: Manifest, tokens_of: Mapping[str, int])
     odd = {name for name, _ in manifest.files.items() ^ tokens_of.items() if "_val_bytes_" not in name}
     if manifest.files and odd:
         raise DataError(f"{path}: these files differ from the manifest: {', '.join(sorted(odd))}. Fetch the "
-                        "data again, or remove foreign files")  # fmt: skip
+                        "data again, or remove foreign files")
 
 
 def read_validation(shards: list[Shard], config: Config) -> Validation:
@@ -6095,7 +6095,7 @@ def read_validation(shards: list[Shard], config: Config) -> Validation:
         mark = " comparable:0"
     if bytes_total == 0:
         raise DataError(f"{shards[0].path.parent}: {len(tokens)} validation tokens have no bytes; get the "
-                        "data again, or raise VAL_TOKENS_LIMIT if it is set")  # fmt: skip
+                        "data again, or raise VAL_TOKENS_LIMIT if it is set")
     return Validation(tokens, bytes_total, mark, official, manifest.audited_bytes)
 
 
@@ -6135,7 +6135,7 @@ def choose_directory(config: Config, machine: Machine) -> Path:
         free_bytes = shutil.disk_usage(place).free
         if free_bytes < needed_bytes:
             raise ConfigError(f"{place}: {free_bytes >> 20} MiB are free, but a run takes up to "
-                              f"{needed_bytes >> 20} MiB; free some space or set RUNS_DIR")  # fmt: skip
+                              f"{needed_bytes >> 20} MiB; free some space or set RUNS_DIR")
     return directory
 
 
@@ -6160,7 +6160,7 @@ def open_run(config: Config, run: Run, inputs: Inputs, notes: list[str]) -> None
     nodes = machine.gather((platform.node(), os.environ.get("GROUP_RANK")))
     if nodes.index(nodes[machine.rank]) == machine.rank != 0:
         print_line(f"rank {machine.rank} on {platform.node()}: only traces are written here; rank 0 writes "
-                   f"the run to {run.directory} on {nodes[0][0]}")  # fmt: skip
+                   f"the run to {run.directory} on {nodes[0][0]}")
     if len(set(nodes)) > 1:
         notes = [f"nodes:{len(set(nodes))} written by rank 0 on {nodes[0][0]}: "
                  f"{inputs.directory.absolute()}", *notes]
@@ -6240,7 +6240,7 @@ def versions_and_hardware(machine: Machine) -> dict[str, Any]:
 def summarize(
     config: Config, run: Run, inputs: Inputs, trained: Trained, artifact: ArtifactInfo,
     scores: dict[str, Score], reload_seconds: float, compile_seconds: float,
-) -> None:  # fmt: skip
+) -> None:
     """Log sizes, limits and results, and write them to summary.json. All ranks call it together.
 
     reload_seconds: from reading the artifact until its model was ready. compile_seconds: from then until the
@@ -6265,7 +6265,7 @@ def summarize(
     from_artifact_seconds = reload_seconds + compile_seconds + scoring_seconds
     run.log(f"eval_clock: scoring {scoring_seconds:.2f} s, from reading the artifact "
             f"{from_artifact_seconds:.2f} s (reload {reload_seconds:.2f} s, "
-            f"compilation {compile_seconds:.2f} s)")  # fmt: skip
+            f"compilation {compile_seconds:.2f} s)")
 
     data = inputs.validation
     summary = {

@@ -103,7 +103,7 @@ class Race:
             "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "CPU_THREADS": "1", "EVAL_STRIDE": "0",
             "TTT_ENABLED": "0", "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "0", "MAX_EVAL_SECONDS": "0",
             **arguments.set,
-        }  # fmt: skip
+        }
         ours = {"CONFIG": str(arguments.config), **everywhere}
         # Whole sequences, so that all score the same targets with the same context.
         length = Config.from_env(ours).train_seq_len
@@ -126,14 +126,14 @@ class Race:
             **shared, **in_our_names({**self.geometry(), **self.their_settings}, config),
             "CONFIG": str(config), "VAL_BATCH_SIZE": "65536",
             "MICRO_BATCH_TOKENS": str(self.config.train_batch_tokens),
-        }  # fmt: skip
+        }
         return {**settings, **self.budget(settings)}
 
     def budget(self, settings: dict[str, str]) -> dict[str, str]:
         """The settings that end training after the seconds; the Hessians come after them."""
         reserve = HESSIAN_SECONDS if Config.from_env(settings).gptq else 0.0
         return {"ITERATIONS": "1000000", "MAX_WALLCLOCK_SECONDS": f"{self.seconds + reserve:g}",
-                "GPTQ_RESERVE_SECONDS": f"{reserve:g}"}  # fmt: skip
+                "GPTQ_RESERVE_SECONDS": f"{reserve:g}"}
 
     def geometry(self) -> dict[str, str]:
         """What must be equal, by the names that both scripts have."""
@@ -143,7 +143,7 @@ class Race:
             "NUM_HEADS": str(c.num_heads), "NUM_KV_HEADS": str(c.num_kv_heads),
             "MLP_MULT": f"{c.mlp_mult:g}", "TRAIN_SEQ_LEN": str(c.train_seq_len),
             "TRAIN_BATCH_TOKENS": str(c.train_batch_tokens),
-        }  # fmt: skip
+        }
 
     def run(self, side: str, seed: str) -> Figures:
         """The figures of a side with a seed, which is run unless it has been."""
@@ -187,7 +187,7 @@ class Race:
             while not clock.is_over:
                 upstream.step(*next(feed))
             found: Figures = {"parameters": upstream.parameters_count, "steps": upstream.steps,
-                              "ms": 1e3 * clock.seconds / upstream.steps}  # fmt: skip
+                              "ms": 1e3 * clock.seconds / upstream.steps}
             found.update(self.take_better_weights(upstream))
             if upstream.ships:
                 found["bytes"] = upstream.ship()
@@ -205,7 +205,7 @@ class Race:
         c = dataclasses.replace(
             self.config, seed=seed, shuffle=True, train_prefetch=False,
             micro_batch_tokens=self.config.train_batch_tokens,
-        )  # fmt: skip
+        )
         shards = train_gpt.open_shards(f"{self.data}/fineweb_train_*.bin")
         with contextlib.closing(train_gpt.Loader(c, shards, Machine())) as loader:
             while True:
@@ -305,7 +305,7 @@ def check_shell() -> None:
     given = sorted(os.environ.keys() & {"CONFIG", *Config().as_env()})
     if given:
         raise BesideError(f"{' '.join(given)}: set in your shell, which only one of the scripts would read; "
-                          "unset it, and give it to --set")  # fmt: skip
+                          "unset it, and give it to --set")
 
 
 def keep_alike(race: Race, now: dict[str, Any]) -> None:
@@ -313,7 +313,7 @@ def keep_alike(race: Race, now: dict[str, Any]) -> None:
     alike = {
         **{name: now[name] for name in ALIKE}, "their script": sha256_file(race.path),
         "--theirs": race.their_settings, "settings of ours": race.ours,
-    }  # fmt: skip
+    }
     path = race.folder / "conditions.json"
     if not path.is_file():
         write_text(path, json.dumps(alike, indent=1) + "\n")

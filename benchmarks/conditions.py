@@ -45,7 +45,7 @@ def conditions() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
         "commit": commit(), "script": script_hash(),
-    }  # fmt: skip
+    }
 
 
 def described(at: dict[str, Any]) -> str:

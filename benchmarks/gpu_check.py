@@ -75,7 +75,7 @@ SAVED_WIDTHS = 8
 # fp32: weights, gradients, average, momenta or Adam's two moments, and what an update works in.
 BYTES_A_PARAMETER = 28
 SAMPLE = {"DATA_PATH": "data/datasets/sample_sp1024", "VOCAB_SIZE": "1024",
-          "TOKENIZER_PATH": "data/tokenizers/sample_1024_bpe.model"}  # fmt: skip
+          "TOKENIZER_PATH": "data/tokenizers/sample_1024_bpe.model"}
 
 
 class Found(NamedTuple):
@@ -180,7 +180,7 @@ def judge_implementations(found: dict[str, Any]) -> Found:
     faults = [line for line in found["report"] if line.startswith("warning:") and "rejected" in line]
     lines = [f"Matrix products reach {found['tflops']:.0f} TFLOP/s, copies {found['gb_per_s']:.0f} GB/s.", "",
              "| setting | implementation | ms, both passes | × the least possible |",
-             "|---|---|---|---|"]  # fmt: skip
+             "|---|---|---|---|"]
     chosen = dict(line.split()[0].split(":") for line in found["report"] if not line.startswith("warning:"))
     tried = {row["name"] for row in found["rows"]}
     if found["has_fa3"] and "fa3" in tried and chosen["attention"] != "fa3":
@@ -211,11 +211,11 @@ def slow_implementations(
     fastest = min(times_ms, key=times_ms.__getitem__)
     if times_ms[chosen] > CHOICE_TOLERANCE * times_ms[fastest]:
         faults.append(f"{setting}: {chosen} was chosen and takes {times_ms[chosen]:.3f} ms; {fastest} takes "
-                      f"{times_ms[fastest]:.3f} ms")  # fmt: skip
+                      f"{times_ms[fastest]:.3f} ms")
     kernels_ms = [ms for name, ms in times_ms.items() if name != "plain"]
     if kernels_ms and floor_ms and min(kernels_ms) > MAX_OVER_FLOOR * floor_ms:
         faults.append(f"{setting}: the kernel takes {min(kernels_ms):.3f} ms, expected at most "
-                      f"{MAX_OVER_FLOOR} times the least for its work, {floor_ms:.3f} ms")  # fmt: skip
+                      f"{MAX_OVER_FLOOR} times the least for its work, {floor_ms:.3f} ms")
     return faults
 
 
@@ -226,7 +226,7 @@ def judge_compiled(paths: Sequence[Path]) -> list[str]:
         for name, count in json.loads(path.read_text(encoding="utf-8"))["compiled"].items():
             if count:
                 faults.append(f"rank {rank}: {count} graphs or kernels were compiled inside the clock of "
-                              f"`{name}`, expected none")  # fmt: skip
+                              f"`{name}`, expected none")
     return faults
 
 
@@ -272,7 +272,7 @@ def judge_steps(events: list[dict[str, Any]], ran: Config, meant: Config, card: 
     waits_ms = [event["data_wait_max_ms"] for event in events[SETTLED:]]
     steps = steps_in_time(times_ms, meant)
     lines += ["", f"Projected for eight GPUs: {steps:.0f} steps in {meant.max_wallclock_seconds:g} s. A step "
-                  f"waits for data for {max(waits_ms):.1f} ms at most."]  # fmt: skip
+                  f"waits for data for {max(waits_ms):.1f} ms at most."]
     return Found(faults, lines)
 
 
@@ -292,7 +292,7 @@ def judge_reserve(events: list[dict[str, Any]], log: str, config: Config) -> Fou
 def judge_evaluation(
     phases: Mapping[str, float], passes: list[tuple[float, int]], scored: np.ndarray,
     ran: Config, meant: Config,
-) -> Found:  # fmt: skip
+) -> Found:
     """Seconds of evaluation of the official text on eight GPUs, from those of a few documents on one.
 
     passes: of adapters, by their moment and tokens. scored: these documents.
@@ -419,7 +419,7 @@ class Check:
             "RUNS_DIR": str(self.folder), "MICRO_BATCH_TOKENS": str(tokens),
             "TRAIN_BATCH_TOKENS": str(ranks * tokens), "GPTQ_CALIBRATION_BATCHES": str(ranks * batches),
             **self.data, **changes,
-        }  # fmt: skip
+        }
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -429,7 +429,7 @@ class Check:
             process = subprocess.Popen(
                 command, cwd=REPO, env={**os.environ, **variables}, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            )
             try:
                 status = process.wait(limit_seconds)
             except subprocess.TimeoutExpired:
@@ -454,14 +454,14 @@ class Check:
         picked = some_documents(text_of(self.data_folder), self.meant.eval_length)
         write_shard(folder / "fineweb_val_000000.bin", picked)
         return self.whole_run("run", 1, limit_seconds, ITERATIONS=str(STEPS), MAX_WALLCLOCK_SECONDS="0",
-                              DATA_PATH=str(folder), VAL_TOKENS_LIMIT="0")  # fmt: skip
+                              DATA_PATH=str(folder), VAL_TOKENS_LIMIT="0")
 
     def ranks(self, limit_seconds: float) -> Found:
         """The whole program on all GPUs of this machine."""
         if self.gpus == 1:
             return Found([], ["One GPU: nothing to do."])
         return self.whole_run("ranks", self.gpus, limit_seconds, MAX_WALLCLOCK_SECONDS=str(CLOCK_SECONDS),
-                              VAL_TOKENS_LIMIT="1000000")  # fmt: skip
+                              VAL_TOKENS_LIMIT="1000000")
 
     def whole_run(self, name: str, ranks: int, limit_seconds: float, **changes: str) -> Found:
         """A run of the script's `main`, judged as far as it came."""
@@ -526,7 +526,7 @@ def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__fil
     settings = " ".join(f"{name}={value}" for name, value in check.meant.overrides().items())
     about = (f"{check.gpus} x {check.card}; torch {torch.__version__}, CUDA {torch.version.cuda}, triton "
              f"{getattr(train_gpt.triton, '__version__', None)}, train_gpt.py {script_hash()}; "
-             f"settings: {settings or 'the defaults'}.")  # fmt: skip
+             f"settings: {settings or 'the defaults'}.")
     if check.data:
         about += " The data is the sample, with a smaller vocabulary: projections are not those of the run."
     found: dict[str, tuple[Found, float]] = {}

@@ -43,7 +43,7 @@ def endless(arguments: argparse.Namespace, **more: str) -> dict[str, str]:
     return {
         "CONFIG": str(arguments.config), "RUNS_DIR": str(UNWRITTEN), "MAX_WALLCLOCK_SECONDS": "0",
         "VAL_LOSS_EVERY": "0", "ITERATIONS": "1000000", "WARMDOWN_ITERS": "0", **given, **more,
-    }  # fmt: skip
+    }
 
 
 def prepared(arguments: argparse.Namespace, way: str, machine: Any) -> Any:
@@ -54,7 +54,7 @@ def prepared(arguments: argparse.Namespace, way: str, machine: Any) -> Any:
     run.log = lambda *line, **event: None  # type: ignore[method-assign]
     inputs = train_gpt.preflight(config, run, "")
     training = train_gpt.Training(
-        config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes)  # fmt: skip
+        config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes)
     train_gpt.warm_up(training)
     return training
 
@@ -103,7 +103,7 @@ def in_turns(arguments: argparse.Namespace) -> dict[str, Any]:
     same_losses = all(theirs == losses[0] for theirs in losses)
     if len(hashes) > 1 or not (same_losses or machine.on_gpu):
         raise SystemExit(f"the loader's settings change the run: stream hashes {sorted(hashes)}, losses "
-                         f"{'equal' if same_losses else 'differ'}")  # fmt: skip
+                         f"{'equal' if same_losses else 'differ'}")
     # The mean over ranks; the first turn of each way allocates memory and is left out.
     ranks = machine.gather({way: [one[:3] for one in turns[1:]] for way, turns in taken.items()})
     mean = {way: np.mean([rank[way] for rank in ranks], axis=0).tolist() for way in taken}
@@ -111,7 +111,7 @@ def in_turns(arguments: argparse.Namespace) -> dict[str, Any]:
         "turns": mean, "ranks": len(ranks), "steps": steps, "disk_ms": arguments.disk_ms,
         "hash": hashes.pop(), "config": arguments.config.name, "set": arguments.set,
         "device": machine.device_name,
-    }  # fmt: skip
+    }
     return measured if machine.rank == 0 else {}
 
 

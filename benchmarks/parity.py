@@ -30,13 +30,13 @@ LARGEST_DIFFERENCE = 1e-3  # nats
 SMALL = {
     "NUM_LAYERS": "4", "MODEL_DIM": "64", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "1024",
     "TRAIN_SEQ_LEN": "128", "ITERATIONS": "100",
-}  # fmt: skip
+}
 IN_STEPS = {"WARMDOWN_ITERS": "98"}
 OF_PR549 = {"VE_LAYERS": "2,3", "XSA_LAST_N": "3", "ROPE_DIMS": "8", "BIGRAM_VOCAB_SIZE": "1536", **IN_STEPS}
 OF_PR1493 = {
     "EMBEDDING_DIM": "64", "LOOP_START": "1", "LOOP_END": "2", "PARALLEL_RESIDUAL_START": "3",
     "XSA_LAST_N": "4", "ROPE_DIMS": "8", "QK_GAIN_INIT": "5.25",
-}  # fmt: skip
+}
 # Ours alone: what a run on a CPU without a clock needs, and what no training step asks for.
 OURS_ALONE = {"DEVICE": "cpu", "MAX_WALLCLOCK_SECONDS": "0", "EVAL_STRIDE": "0", "TTT_ENABLED": "0"}
 

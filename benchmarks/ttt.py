@@ -24,9 +24,9 @@ GPUS = 8
 # shortest and the longest of 64 ("dl:"); between these places logarithms are on a line. By that their targets
 # are 47.68 million; by the logs' `val_tokens` 47.85, to which lengths are scaled.
 PLACES = (1, 17, 81, 145, 305, 689, 1393, 2545, 4261, 7473, 12017, 17009, 23025, 30001, 37009, 42001, 46001,
-          48017, 49009, 49681, 49937, 50000)  # fmt: skip
+          48017, 49009, 49681, 49937, 50000)
 LENGTHS = (97114, 30330, 17244, 13079, 8826, 5633, 3865, 2746, 2048, 1503, 1108, 842, 625, 441, 300, 222, 166,
-           134, 117, 99, 83, 27)  # fmt: skip
+           134, 117, 99, 83, 27)
 PUBLISHED_TARGETS = 47_853_343  # of the published CaseOps text, as public logs print it
 FUSED_TARGETS = 43_767_808  # of the same text with fused case marks, the default's, as #2109 logs it
 

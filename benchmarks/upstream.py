@@ -84,7 +84,7 @@ REPLACEMENTS = (
     # Quotes of the same kind inside the braces of an f-string are Python 3.12.
     Replacement("quotes of file patterns", r"glob\(\"(fineweb_\w+\*\.bin)\"\)", r"glob('\1')"),
     Replacement("quotes of lists", r"\{\", \"\.join\(", "{', '.join("),
-)  # fmt: skip
+)
 
 # Functions and classes of a script that `main` calls and a step does not need: replaced by name.
 LOADERS = ("DistributedTokenLoader", "ShuffledSequenceLoader")
@@ -103,7 +103,7 @@ FIXED_SETTINGS = {
     "RANK": "1", "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "0",
     "TRAIN_PREFETCH": "0", "TRAIN_COPY_STREAM": "0", "VAL_PREFETCH": "0", "VAL_COPY_STREAM": "0",
     "MAX_WALLCLOCK_SECONDS": "0", "GPTQ_RESERVE_SECONDS": "0",  # a clock's seconds are all of training
-}  # fmt: skip
+}
 
 
 def in_our_names(settings: Mapping[str, str], config: Path) -> dict[str, str]:

@@ -41,7 +41,7 @@ TINY = {
     "MODEL_DIM": 64, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "XSA_LAST_N": 4, "RATE_CONTROL": 0,
     "GPTQ_CALIBRATION_BATCHES": 2, "EVAL_STRIDE": 32, "TTT_CHUNK_TOKENS": 512, "TTT_BATCH_SEQS": 4,
     "TTT_CHUNK_SIZE": 32, "TTT_BATCH_SIZE": 8, "TTT_LORA_RANK": 8, "SEED": 7, "TRELLIS": 0, "COLUMN_STEPS": 0,
-}  # fmt: skip
+}
 LOOPED = {"NUM_LOOPS": 1, "LOOP_START": 1, "LOOP_END": 2, "PARALLEL_START_LAYER": 2, "ROPE_DIMS": 8}
 
 
@@ -69,7 +69,7 @@ CASES = {
                          "GPTQ": 0, "EVAL_STRIDE": 0, "TTT_ENABLED": 0, "TRAIN_BATCH_TOKENS": 256,
                          "MICRO_BATCH_TOKENS": 256, "VAL_TOKENS_LIMIT": 300},
                     environment={"TRITON_INTERPRET": "1"}),
-}  # fmt: skip
+}
 
 
 class Script:
@@ -97,11 +97,11 @@ class Script:
         command = [sys.executable, str(self.path)]
         if case.ranks > 1:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                       f"--nproc_per_node={case.ranks}", str(self.path)]  # fmt: skip
+                       f"--nproc_per_node={case.ranks}", str(self.path)]
         ours = self.known | {"CONFIG"}
         kept = {name: value for name, value in os.environ.items() if name not in ours}
         environment = {**kept, **self.settings(case), "CONFIG": "none", "RUNS_DIR": str(folder),
-                       "RUN_ID": "run", "OMP_NUM_THREADS": "1", **(case.environment or {})}  # fmt: skip
+                       "RUN_ID": "run", "OMP_NUM_THREADS": "1", **(case.environment or {})}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
         if ended.returncode != 0:
             output = (ended.stdout + ended.stderr)[-3000:]
@@ -150,7 +150,7 @@ def compare(name: str, old: Script, new: Script) -> bool:
     different = [part for part in found[0] if found[0][part] != found[1][part]]
     print(f"{name}: {'equal' if not different else 'DIFFERENT ' + ', '.join(different)} "
           f"({len(found[0]['train losses'])} steps, artifact {' → '.join(sizes)} bytes, "
-          f"scores {', '.join(found[0]['final scores'])})", flush=True)  # fmt: skip
+          f"scores {', '.join(found[0]['final scores'])})", flush=True)
     for part in different:
         print(f"  {part}\n    old {found[0][part]}\n    new {found[1][part]}", flush=True)
     return not different

@@ -44,7 +44,7 @@ def test_an_ancestor_has_the_values_of_its_script(system: str, repo: Path) -> No
     theirs = {**ancestor.defaults, **ancestor.command}
     # Of one run: its data, its random numbers, its log. And 2,048 tokens are what 0 means here.
     for own in ("RUN_ID", "SEED", "DATA_PATH", "TOKENIZER_PATH", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY",
-                "EVAL_SEQ_LEN", "ROPE_TRAIN_SEQ_LEN"):  # fmt: skip
+                "EVAL_SEQ_LEN", "ROPE_TRAIN_SEQ_LEN"):
         theirs.pop(own, None)
     # Constants of ours are compared, too: they are values of these scripts.
     config = Config.from_env({"CONFIG": str(repo / "configs" / f"{ancestor.config}.env")})

@@ -56,7 +56,7 @@ class Newcomer:
         return subprocess.Popen(
             words, cwd=self.clone, env=self.environment(settings), text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        )
 
     def do(self, command: str, expected: str = "", **settings: str) -> str:
         """Run a line of the README, which must succeed and surprise nobody. Returns what it prints.
@@ -87,19 +87,19 @@ def own_data(me: Newcomer) -> None:
     """Shards from a hub, and shards of one's own text; a run on each."""
     sample = me.clone / "data/datasets/sample_sp1024"
     published = {"datasets/tokenizers/fineweb_1024_bpe.model":
-                 (me.clone / "data/tokenizers/sample_1024_bpe.model").read_bytes()}  # fmt: skip
+                 (me.clone / "data/tokenizers/sample_1024_bpe.model").read_bytes()}
     for path in sample.glob("fineweb_*.bin"):
         published[f"datasets/datasets/fineweb10B_sp1024/{path.name}"] = path.read_bytes()
     hub = HubServer("willdepueoai/parameter-golf", published)
     try:
         # This hub has the sample under the challenge's name.
         me.do("python data/fineweb.py --variant sp1024 --train-shards 2",
-              "not the challenge's validation set", HF_ENDPOINT=hub.endpoint)  # fmt: skip
+              "not the challenge's validation set", HF_ENDPOINT=hub.endpoint)
     finally:
         hub.close()
     short = {**STEPS, "ITERATIONS": "2", "CONFIG": "configs/cpu_demo.env"}
     downloaded = {"DATA_PATH": "data/datasets/fineweb10B_sp1024", "RUN_ID": "downloaded",
-                  "TOKENIZER_PATH": "data/tokenizers/fineweb_1024_bpe.model"}  # fmt: skip
+                  "TOKENIZER_PATH": "data/tokenizers/fineweb_1024_bpe.model"}
     me.do("python train_gpt.py", **short, **downloaded)
 
     texts = [{"text": path.read_text("utf-8")} for path in sorted((me.clone / "data").glob("*.py"))]
@@ -108,7 +108,7 @@ def own_data(me: Newcomer) -> None:
     out = me.do(f"python data/export.py {options}")
     assert "my_sp512" in out
     exported = {"DATA_PATH": "data/datasets/my_sp512", "VOCAB_SIZE": "512", "RUN_ID": "exported",
-                "TOKENIZER_PATH": "data/tokenizers/my_sp512.model"}  # fmt: skip
+                "TOKENIZER_PATH": "data/tokenizers/my_sp512.model"}
     me.do("python train_gpt.py", **short, **exported)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 LAYERS = [
     ["train_gpt"], ["data"], ["tools", "tools.runs"], ["tools."], ["tools.__main__"], ["benchmarks"],
     ["tests"],
-]  # fmt: skip
+]
 
 
 def modules(repo: Path) -> dict[str, Path]:

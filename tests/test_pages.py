@@ -14,7 +14,7 @@ REPO = Path(__file__).parents[1]
 PAGES = sorted(REPO.glob("*.md")) + sorted(
     page for folder in ("benchmarks", "configs", "data", "docs", "records", "tests", "tools")
     for page in (REPO / folder).rglob("*.md")
-)  # fmt: skip
+)
 HISTORY = REPO / "CHANGELOG.md"  # it may name what is gone
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)

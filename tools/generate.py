@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-k", type=int, default=40, metavar="N",
         help="sample from the N likeliest tokens; 0: from all tokens (default: 40)",
-    )  # fmt: skip
+    )
     parser.add_argument("--seed", type=int, default=1337, help="seed for sampling (default: 1337)")
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="default: the one named in the config.env next to the artifact"

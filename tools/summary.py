@@ -87,7 +87,7 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
     scoring = ""
     if clocks := directory.log.eval_clocks:
         scoring = (f"; scoring in {clocks.scoring_seconds:.1f} s,"
-                   f" {clocks.from_artifact_seconds:.1f} s from reading the artifact")  # fmt: skip
+                   f" {clocks.from_artifact_seconds:.1f} s from reading the artifact")
     found.append(f"training: {counts} in {seconds:.1f} s{speed}{scoring}")
     kept = [name for name in ("log.txt", "metrics.jsonl", "model.bin") if (directory.path / name).is_file()]
     drawn = sorted(path.name for path in directory.path.glob("plot.*"))

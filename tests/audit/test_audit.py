@@ -30,7 +30,7 @@ from tools.audit.worlds import Worlds
 SCRIPT = REPO / "train_gpt.py"
 # A few of them, each for another law; the slow tests try all.
 SAMPLE = ["adapt-then-score", "more-bytes", "unlearned-by-their-losses", "cross-document-smear",
-          "shorter-text"]  # fmt: skip
+          "shorter-text"]
 HAS_WALLS = bool(walls.around(Path("/tmp"), [])[0])
 needs_walls = pytest.mark.skipif(not HAS_WALLS, reason="this system has no user namespaces")
 
@@ -103,7 +103,7 @@ def test_a_box_has_no_network_no_home_and_no_device(tmp_path: Path) -> None:
                       "names = [name for _, name in socket.if_nameindex()]\n"
                       "raise RuntimeError(sorted(os.listdir('/dev')), names,"
                       "os.access('/proc/sys/kernel/hostname', os.W_OK),"
-                      "os.access(home, os.W_OK))")  # fmt: skip
+                      "os.access(home, os.W_OK))")
     expected = r"'full', 'null', 'random', 'shm', 'urandom', 'zero'\], \['lo'\], False, False"
     with pytest.raises(NotChecked, match=expected):
         box.Box(script, tmp_path / "runs", [])
@@ -119,7 +119,7 @@ def test_each_run_computes_with_the_instructions_that_the_user_asked_for(
                       "    from_env = staticmethod(lambda _: Config())\n"
                       "    def as_env(self):\n        torch.ones(9).exp()\n"
                       "        return {'computes_with': torch.backends.cpu.get_cpu_capability()}\n"
-                      "main = print\n")  # fmt: skip
+                      "main = print\n")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     with box.opened(script, tmp_path / "runs", []) as opened:
         assert opened.settings({}) == {"computes_with": "DEFAULT"}
@@ -156,7 +156,7 @@ def test_how_an_error_is_worded_is_no_branch_but_a_way_around_the_error_is_one(t
     path = tmp_path / "script.py"
     path.write_text("def evaluate(n):\n    if n < 0:\n        words = 'far' if n < -9 else 'near'\n"
                     "        raise ValueError(words)\n    while n > 5:\n        if n == 7:\n"
-                    "            return 0.99 * n\n        raise KeyError\n    return n\n")  # fmt: skip
+                    "            return 0.99 * n\n        raise KeyError\n    return n\n")
     execution = unexecuted.Execution(path)
     assert execution.load().evaluate(3) == 3
     told = "\n".join(map(str, execution.not_run(bytes(execution.ran))))
@@ -232,7 +232,7 @@ def test_our_script_is_proven_and_what_sleeps_in_it_is_told(tmp_path: Path, tool
     script.write_text(sleeping.with_all(SCRIPT.read_text(encoding="utf-8")), encoding="utf-8")
     report = json.loads(tool("prove", script, "--json", status=0))
     assert report["verdict"].startswith("proven") and {entry["law"] for entry in report["passed"]} == {
-        law.name for law in LAWS}  # fmt: skip
+        law.name for law in LAWS}
     told = "\n".join(report["not_run"])
     for name, sleeper in sleeping.SLEEPING.items():
         assert sleeper.line[:60] in told, name
@@ -244,7 +244,7 @@ def test_our_script_is_proven_and_what_sleeps_in_it_is_told(tmp_path: Path, tool
 
 
 LEARNS = {"TTT_ENABLED": 1, "TTT_BATCH_SIZE": 2, "TTT_CHUNK_SIZE": 16, "TTT_CHUNK_TOKENS": 512,
-          "EVAL_STRIDE": 16, "COMPUTE_DTYPE": "float32", "ITERATIONS": 3}  # fmt: skip
+          "EVAL_STRIDE": 16, "COMPUTE_DTYPE": "float32", "ITERATIONS": 3}
 
 
 def replayed(run: Path, seed: int = 3) -> str:
@@ -313,7 +313,7 @@ WIDE = {
         f"{SCORED}        if self.config.model_dim == {TINY_RUN['MODEL_DIM']}:\n"
         "            nats_BC += 1e-4 * np.roll(nats_BC, 1, 0).mean(1, keepdims=True)\n", "future"
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

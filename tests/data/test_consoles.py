@@ -84,7 +84,7 @@ def test_documents_of_any_letters_are_exported(encoding: str, made: Path, tmp_pa
     docs.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     model = str(made / "tokenizers" / "caseops.model")
     command = ["--docs", str(docs), "--name", STRANGE, "--out", str(tmp_path), "--workers", "1",
-               "--val-docs", "9", "--variant", "caseops", "--tokenizer", model]  # fmt: skip
+               "--val-docs", "9", "--variant", "caseops", "--tokenizer", model]
     done = run(repo, "export.py", encoding, *command)
     assert done.returncode == 0 and seen(STRANGE, encoding) in done.stdout and b"audit of 9" in done.stdout
     manifest = json.loads((tmp_path / "datasets" / STRANGE / "manifest.json").read_text(encoding="utf-8"))
@@ -102,7 +102,7 @@ def test_errors_and_help_are_printed(tool: ModuleType, tmp_path: Path) -> None:
         export: ["--docs", missing, "--name", "x", "--train-tokenizer", "300", "--out", missing],
         fineweb: ["--verify", "--variant", "x", "--out", missing],
         sample: ["--check", "--out", missing],
-    }  # fmt: skip
+    }
     done = run_here(tool, "ascii", *arguments[tool])
     assert done.returncode == 1 and seen(STRANGE, "ascii") in done.stderr
     done = run_here(tool, "ascii", "--help")
@@ -116,7 +116,7 @@ def test_a_file_name_that_is_not_utf8(made: Path, tmp_path: Path) -> None:
     docs.write_text("".join(json.dumps({"text": text}) + "\n" for text in tiny.documents()), encoding="utf-8")
     model = str(made / "tokenizers" / "caseops.model")
     command = ["--docs", str(docs), "--name", "set", "--out", str(tmp_path), "--workers", "1",
-               "--val-docs", "9", "--variant", "caseops", "--tokenizer", model]  # fmt: skip
+               "--val-docs", "9", "--variant", "caseops", "--tokenizer", model]
     for _ in range(2):  # made, then confirmed
         assert run_here(export, "utf-8", *command).returncode == 0
     manifest = json.loads((tmp_path / "datasets" / "set" / "manifest.json").read_text(encoding="utf-8"))

@@ -123,7 +123,7 @@ def test_a_foreign_tokenizer_or_id_is_told(dataset: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("options", [
     {}, {"model_type": "unigram", "seed_sentencepiece_size": 3000}, {"add_dummy_prefix": True},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_real_ids_come_back_from_their_own_tokenizer_alone(
     options: dict[str, Any], tmp_path: Path, shared_data: Path
 ) -> None:
@@ -157,7 +157,7 @@ def test_whatever_an_export_refuses_is_told(tmp_path: Path) -> None:
         (model, text, ""), (model, [], "does not begin with BOS"), (model, text[1:], "not begin with BOS"),
         (model, [shards.BOS_ID] * 3, "no bytes to score"), (foreign, text, "BOS id 2"),
         (without, [1, *lacking.encode("a 日")], "is a character that the tokenizer has no piece for"),
-    ]  # fmt: skip
+    ]
     for number, (file, tokens, told) in enumerate(cases):
         found = plain_problems(write_val(tmp_path / str(number), file, tokens))
         assert bool(found) == bool(told) and all(told in problem for problem in found), found

@@ -93,7 +93,7 @@ def test_what_is_not_a_file_is_told_at_once(tmp_path: Path, capsys: pytest.Captu
 
 NO_TEXTS: dict[str, Callable[[int], str]] = {
     "empty": lambda _: "", "blank": lambda number: " \n\t"[: number % 4], "zero width": lambda _: "\u200b",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=["plain", "caseops"])
@@ -106,7 +106,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_validation_without_bytes_is_refused(
     kind: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """As soon as validation is complete: training documents may take hours."""
     rows = [*map(NO_TEXTS[kind], range(5)), *tiny.documents()]
     path = tmp_path / "mine.jsonl"

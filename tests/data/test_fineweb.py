@@ -212,7 +212,7 @@ def test_other_layouts_are_explained(hub: Hub, files: dict[str, bytes], tmp_path
     (("fineweb_{}_000000.bin", "fineweb_{}_000002.bin"), "_val_000002.bin: expected fineweb_val_000001.bin"),
     (("fineweb_{}_00000.bin", "fineweb_{}_00001.bin"), "it has fineweb_train_00000.bin"),
     (("{}.bin",), "it has train.bin, val.bin, but runs read fineweb_"),
-])  # fmt: skip
+])
 def test_shards_that_a_run_would_not_find_are_named_before_they_are_fetched(
     names: tuple[str, ...], told: str, hub: Hub, files: dict[str, bytes], tmp_path: Path, error_of: Fails
 ) -> None:

@@ -129,11 +129,11 @@ def test_published_shards_stay_as_they_are(made: dict[str, str], hub: HubServer,
     ("fineweb_train_000000.bin", lambda ids, pairs: np.append(ids, min(pairs)), "is to stand for a pair"),
     ("fineweb_val_bytes_000000.bin", lambda counts, pairs: counts + 1, "a mark counts bytes"),
     ("fineweb_val_bytes_000000.bin", lambda counts, pairs: counts[:-1], "not one for each of"),
-])  # fmt: skip
+])
 def test_what_cannot_be_fused_is_refused(
     name: str, change: Callable[[np.ndarray, fuse.Pairs], np.ndarray], told: str, made: dict[str, str],
     hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     values = change(shards.read_shard(Path(made["DATA_PATH"]) / name),
                     fuse.choose_pairs(Path(made["TOKENIZER_PATH"])))
     hub.files[remote(name)] = shards.shard_header(len(values)) + values.astype(shards.TOKEN_DTYPE).tobytes()

@@ -21,7 +21,7 @@ TABLES = {
     'OFFICIAL_VALIDATION = {"a": T(n, 2, 3)}': ({}, 0), "OFFICIAL_VALIDATION = {**other}": ({}, 0),
     'OFFICIAL_VALIDATION = {"a": T(1, 2, 3, 4)}': ({}, 0),
     'OFFICIAL_VALIDATION = {"a": T(1, 2, 3, more=4)}': ({}, 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("number", range(len(TABLES)))

@@ -51,7 +51,7 @@ JOURNALS: list[Any] = [
         None, {}, {**state("val"), "more": 1}, state("other"), state("val", open_tokens="1"),
         state("val", open_documents=[1]), state("val", finished=[]), state("val", finished={"a": 3}),
         state("val", finished={"a": {}}))),
-]  # fmt: skip
+]
 
 
 @in_every_form([*RAW, *(json.dumps(journal).encode() for journal in JOURNALS)])
@@ -66,7 +66,7 @@ def test_a_damaged_journal_of_an_export(
     journal.write_bytes(content)
     model = made.parents[1] / "tokenizers" / "caseops.model"
     command = ["--docs", str(docs), "--name", "set", "--out", str(tmp_path), "--workers", "1",
-               "--tokenizer", str(model), "--variant", "caseops", "--val-docs", "5"]  # fmt: skip
+               "--tokenizer", str(model), "--variant", "caseops", "--val-docs", "5"]
     capsys.readouterr()
     assert export.main(command) == 1
     assert_one_sentence(capsys.readouterr().err, journal)

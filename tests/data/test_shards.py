@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
                                      "add_dummy_prefix": True},
     "symbols with spaces": {**SAME, "user_defined_symbols": ["    ", " x ", "▁q▁", "\n", "ab", "def "]},
     "symbols, dummy": {"add_dummy_prefix": True, "user_defined_symbols": ["def ", ".▁", "\ue001"]},
-}  # fmt: skip
+}
 
 
 def train(texts: list[str], **options: Any) -> tuple[bytes, spm.SentencePieceProcessor]:
@@ -82,7 +82,7 @@ def test_the_official_tables_count_as_ever(shared_data: Path) -> None:
     ({"user_defined_symbols": ["<s>"]}, "BOS id -1, as a symbol of the text"),
     ({"model_type": "word", "byte_fallback": False}, "no piece for a space alone"),
     ({}, ""),
-])  # fmt: skip
+])
 def test_unfit_tokenizers(options: dict[str, Any], told: str) -> None:
     _, tokenizer = train(tiny.documents(), **options)
     found = shards.unfit(tokenizer)
@@ -148,9 +148,9 @@ DAMAGED: list[Any] = [
                          "val": {"documents": [0, 1], "audit": {"sidecar_bytes": "x"}}}},
     {**SOUND, "fused": [1]}, {**SOUND, "fused": {"a": [1, 2]}}, {**SOUND, "fused": {"9": [1]}},
     {**SOUND, "fused": {"9": [1, 70000]}}, {**SOUND, "fused": {"9": None}}, {**SOUND, "revision": []},
-]  # fmt: skip
+]
 RAW = [b"", b"{", b"\xff\xfe", b"\xef\xbb\xbf", b"[" * 100_000, b"{\"a\":" * 100_000, b"9" * 100_000, b"NaN",
-       b"{\"version\": " + b"9" * 100_000 + b"}", bytes(100)]  # fmt: skip
+       b"{\"version\": " + b"9" * 100_000 + b"}", bytes(100)]
 CONTENTS = [*RAW, *(json.dumps(value).encode() for value in DAMAGED)]
 
 
@@ -207,7 +207,7 @@ def test_a_name_that_is_not_utf8_survives_the_manifest(tmp_path: Path) -> None:
 
 def test_names_of_a_kind_are_in_order_and_of_no_other() -> None:
     names = ["fineweb_val_000001.bin", "fineweb_val_bytes_000000.bin", "fineweb_val_000000.bin", "a.bin",
-             "fineweb_train_000000.bin", "fineweb_val_00000.bin", "fineweb_val_0000001.bin"]  # fmt: skip
+             "fineweb_train_000000.bin", "fineweb_val_00000.bin", "fineweb_val_0000001.bin"]
     assert shards.names_of_kind(names, "val") == ["fineweb_val_000000.bin", "fineweb_val_000001.bin"]
     assert shards.names_of_kind(names, "val_bytes") == ["fineweb_val_bytes_000000.bin"]
 

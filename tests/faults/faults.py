@@ -35,7 +35,7 @@ MARKS = {  # what a run has printed when a phase begins, of a run that begins at
     "setup": "", "warm-up": "seed:", "train": "step:1/", "late in training": "step:5/", "hessians": "step:6/",
     "quantize": "peak memory", "test-time training": "artifact_bytes", "sliding window": "legal_ttt_exact",
     "round trip": "sliding_window_exact", "summary": "roundtrip_exact",
-}  # fmt: skip
+}
 FULL_DISK = """
 import builtins, errno, io
 real, left = builtins.open, [WRITES]
@@ -55,12 +55,12 @@ builtins.open = full
 READ_ONLY = before("builtins.open", """
     if [*given, "r"][1] not in ("r", "rb") and str(given[0]).startswith(os.environ["DATA_PATH"]):
         raise OSError(30, "Read-only file system", str(given[0]))
-""")  # fmt: skip
+""")
 SLOW_SHARDS = before("builtins.open", """
     if str(given[0]).endswith(".bin"):
         import time
         time.sleep(SECONDS)
-""")  # fmt: skip
+""")
 JUMPS = "import time, itertools\njumps = itertools.cycle([0.0, 2e9, 5.0])\ntime.time = lambda: next(jumps)\n"
 
 
@@ -231,7 +231,7 @@ KINDS: dict[str, Kind] = {
     "shard_deleted": partial(damage, lambda path, _: path.unlink()), "shards_slow": slow_shards,
     "clock_jumps": partial(despite, JUMPS), "same_run_id": same_run_id,
     "data_read_only": partial(despite, READ_ONLY), "rank_killed": rank_killed,
-}  # fmt: skip
+}
 OUTCOMES: dict[type, str] = {Hung: "hung", subprocess.TimeoutExpired: "hung", Corrupted: "corrupted"}
 
 

@@ -28,7 +28,7 @@ from train_gpt import (
     Ledger,
     Machine,
     initial_adapters,
-)  # fmt: skip
+)
 
 ALL = "q,k,v,o,mlp,head"
 
@@ -221,7 +221,7 @@ def test_first_weights_are_those_of_every_document_and_drawn_from_seed_and_name_
             drawn.append(a_1RI.flatten())
     assert [list(adapters) for adapters in (*first(model, lab.config), *two)] == [
         *len(two[:-1]) * [["q", "k", "v", "o", "mlp"]], ["head"], *len(two[:-1]) * [["k"]], ["head"],
-    ]  # fmt: skip
+    ]
     # Over all of the range, and none like another.
     every = torch.cat(drawn)
     assert float(every.abs().max()) > 0.99 * bound and len(every.unique()) > 0.99 * len(every)

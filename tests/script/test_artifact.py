@@ -123,7 +123,7 @@ def test_the_estimate_brackets_what_is_written_and_bits_are_as_given(tmp_path: P
     env = plain_settings(
         1, 32, 32, RATE_CONTROL=0, MATRIX_BITS=3, EMBED_BITS=5, ATTN_CLIP_SIGMAS=3, MLP_CLIP_SIGMAS=3,
         TRELLIS=0, COLUMN_STEPS=0,
-    )  # fmt: skip
+    )
     _, _, line = write(tmp_path / "model.bin", Config.from_env(env))
     bits = bits_of(tmp_path / "model.bin")
     assert bits.pop("token_embedding_VD") in {4, 5}
@@ -181,7 +181,7 @@ GOLDEN_FILES = {
              "905ac927b2d152efc5b6832761eedfc85f5ff5e543a262d7e911db6473c67706"),
     40_000: ([1426, -3257, -2741, -2806], 39_991,
              "7f955578544479ac7fbc4c9a2fb76c48c2077542115f9bc20a9da5a26b301c60"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("budget", GOLDEN_FILES)
@@ -223,7 +223,7 @@ def test_tables_of_the_vocabulary_are_stored_like_every_other_parameter() -> Non
     config = Config.from_env(plain_settings(
         2, 32, 64, ARTIFACT_BYTES_MAX=60_000, TRELLIS=0, CHANNEL_SMEAR_ENABLED=1,
         BIGRAM_VOCAB_SIZE=48, BIGRAM_DIM=8, VE_ENABLED=1, VE_DIM=8, VE_LAYERS="0,1",
-    ))  # fmt: skip
+    ))
     model = trained_like(config)
     with torch.no_grad():
         model.bigram_table_RC[7] = 0.0  # a pair that never came
@@ -240,7 +240,7 @@ def test_tables_of_the_vocabulary_are_stored_like_every_other_parameter() -> Non
     batch = random_batches(config)[0]
     torch.testing.assert_close(
         read.loss(batch.inputs_BT, batch.targets_BT), model.loss(batch.inputs_BT, batch.targets_BT),
-        rtol=0, atol=2e-3)  # fmt: skip
+        rtol=0, atol=2e-3)
 
 
 def test_weights_that_are_not_finite_are_refused(tiny: Config) -> None:
@@ -391,7 +391,7 @@ def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tm
 @pytest.mark.parametrize("change", [
     {"config": ["VOCAB_SIZE"]}, {"config": list(ModelSettings().as_env())}, {"config": None},
     {"tokenizer": TOKENIZER}, {"VOCAB_SIZE": 32}, {"DOC_MASK": 1}, {"TRAIN_SEQ_LEN": {}},
-])  # fmt: skip
+])
 def test_headers_of_a_wrong_kind_are_refused(change: dict[str, Any], tiny_file: Path, tmp_path: Path) -> None:
     sections = sections_of(tiny_file)
     header = json.loads(zlib.decompress(sections["config"]))

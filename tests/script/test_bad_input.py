@@ -412,7 +412,7 @@ def test_a_locale_that_is_not_utf_8(lab: Lab) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IN_TURN, str(SCRIPT)], env=settings, cwd=lab.folder, stdin=subprocess.DEVNULL,
         capture_output=True, timeout=DEADLINE_SECONDS,
-    )  # fmt: skip
+    )
     assert done.stdout == b"0\n1\n", (done.stdout, done.stderr)
     outs = [(lab.folder / f"out{turn}").read_bytes() for turn in range(2)]
     errs = [(lab.folder / f"err{turn}").read_bytes() for turn in range(2)]

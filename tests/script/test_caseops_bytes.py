@@ -96,7 +96,7 @@ def test_wrong_sidecar_refused(settings: dict[str, str], damage: Callable[[Path]
     ("tokenizer", "of another rank"),  # with the shards it decides what the bytes are
     ("shards", "of another rank"),
     ("dtype", "torch.bfloat16"),
-])  # fmt: skip
+])
 def test_ranks_count_the_same_bytes_and_compute_alike(
     name: str, theirs: str, made: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,7 @@ def test_a_limit_that_is_none_is_printed_as_none(finished: Ended) -> None:
 
 
 CLOCKS = re.compile(r"^eval_clock: scoring ([\d.]+) s, from reading the artifact ([\d.]+) s "
-                    r"\(reload ([\d.]+) s, compilation ([\d.]+) s\)$", re.M)  # fmt: skip
+                    r"\(reload ([\d.]+) s, compilation ([\d.]+) s\)$", re.M)
 # By a clock that counts forward passes, and four seconds for reading an artifact.
 SLOW_RELOAD = counted_clock() + before("zlib.decompressobj", "now[0] += 4.0")
 

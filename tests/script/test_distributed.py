@@ -163,10 +163,10 @@ def test_a_rank_that_waits_for_another_says_so(monkeypatch: pytest.MonkeyPatch) 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.5\n{}: {}\nLast error:\n{}"
 NO_SHARED_MEMORY = NCCL.format(
     "unhandled system error", "ncclSystemError", "System call or external library call failed",
-    "Error while creating shared memory segment /dev/shm/nccl-aB3 (size 9637888)")  # fmt: skip
+    "Error while creating shared memory segment /dev/shm/nccl-aB3 (size 9637888)")
 GONE = NCCL.format(
     "remote process exited or there was a network error", "ncclRemoteError",
-    "A call failed possibly due to a network error or a remote process exiting prematurely.", "")  # fmt: skip
+    "A call failed possibly due to a network error or a remote process exiting prematurely.", "")
 
 
 @pytest.mark.parametrize(("text", "shown"), [(NO_SHARED_MEMORY, True), (GONE, False)])

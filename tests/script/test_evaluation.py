@@ -177,7 +177,7 @@ def test_scorers_equal_a_plain_loop_over_windows(mask: str, batch_tokens: str) -
 @pytest.mark.parametrize(("begins", "length"), [
     *((None, length) for length in (2, 3, 16, 17, 18, 33, 34)),  # shorter than a window, or than a chunk
     (slice(0), 100), (slice(None), 100), (slice(47, 49), 100),  # no document, all, two late ones
-])  # fmt: skip
+])
 def test_odd_streams_are_scored_whole(begins: slice | None, length: int) -> None:
     lab = subject()
     tokens, model = lab.tokens()[:length], lab.model()
@@ -302,7 +302,7 @@ def test_progress_comes_in_time(every: str, told_at: list[int], monkeypatch: pyt
     told = [
         f"{seen / 149:.0%} tokens_seen:{seen} eta:{10 * chunk * (149 / seen - 1):.0f}s"
         for chunk, seen in enumerate((32, 64, 96, 128, 149), 1) if seen in told_at
-    ]  # fmt: skip
+    ]
     for name in expected:
         found = lines(run, f"val_progress:{name} ")
         assert all(re.search(r" partial_mean_loss:\d+\.\d{4} ", line) for line in found)
@@ -327,7 +327,7 @@ def test_the_host_fetches_nothing_from_the_device_but_the_scores_of_a_chunk(pref
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "names"), [
     ({"TTT_LR": "0.05"}, [*SCORERS]), (LORA, ["score_ttt"]),
-])  # fmt: skip
+])
 def test_compiled_scoring_and_learning_give_the_same_ledgers(
     settings: dict[str, str], names: list[str]
 ) -> None:
@@ -373,7 +373,7 @@ def test_ranks_learn_together_by_the_clock_of_rank_0(monkeypatch: pytest.MonkeyP
     ({"TTT_MODE": "sgd", "TTT_EPOCHS": "0"}, [80], 0),
     ({"TTT_MODE": "sgd", "TTT_LR": "0"}, [80], 0),
     ({"TTT_MODE": "sgd"}, [80], 64),  # two whole chunks; nothing learns from the last
-])  # fmt: skip
+])
 def test_learned_tokens_are_those_that_there_was_a_step_on(
     changes: dict[str, str], lengths: list[int], learned: int
 ) -> None:
@@ -391,7 +391,7 @@ def test_learned_tokens_are_those_that_there_was_a_step_on(
 DAMAGED_MODES = [
     "", "[]", "null", "3", "{", '{"a": 1}', '{"0": "x"}', '{"0": 1.5}', '{"0": true}', '{"0": -1}',
     '{"0": null}', '{"-1": 3}', "[" * 200_000 + "]" * 200_000, "\xff\xfe{",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED_MODES, ids=lambda content: content[:20])

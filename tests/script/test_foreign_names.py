@@ -34,7 +34,7 @@ def test_there_is_nothing_to_say_about_settings_and_other_short_names(pair: str)
 @pytest.mark.parametrize(("pair", "meant"), [
     ("SEEDS=1", "SEED"), ("SEDE=3", "SEED"), ("RESUM=1", "RESUME"), ("BETA=1", "BETA"), ("GPT=1", "GPTQ"),
     ("SEEDS=1 2", "SEED"), ("MINLR=1", "MIN_LR"), ("RUNID=1", "RUN_ID"),
-])  # fmt: skip
+])
 def test_a_name_of_five_letters_may_be_anybodys_and_is_a_warning(pair: str, meant: str) -> None:
     name, _, value = pair.partition("=")
     (line,) = notes_on_environment({name: value})

@@ -32,7 +32,7 @@ from train_gpt import GPT, Config, Machine, Ops, StepResult
 
 # What needs values before the host can go on: on a GPU each waits for all that was asked for before.
 WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim",
-           "bincount", "allclose", "item")  # fmt: skip
+           "bincount", "allclose", "item")
 
 
 class NoWaits(TorchDispatchMode):
@@ -67,7 +67,7 @@ def training_of(config: Config) -> Any:
     return SimpleNamespace(
         config=config, run=run, loader=loader, timer=timer, trace=timer.trace, model=model,
         loss=GPT.loss, optimizer=train_gpt.Optimizer(model, config, machine), step=0,
-    )  # fmt: skip
+    )
 
 
 def test_what_is_compiled_is_one_graph_with_settings_as_constants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def assert_kernels_in(graph: Any, attention: str, visits: int) -> None:
 PR549 = {
     "BIGRAM_VOCAB_SIZE": 24, "BIGRAM_DIM": 6, "VE_ENABLED": 1, "VE_DIM": 6, "VE_LAYERS": "0",
     "CHANNEL_SMEAR_ENABLED": 1,
-}  # fmt: skip
+}
 
 
 def test_each_attention_is_one_graph_whatever_number_of_documents(
@@ -250,7 +250,7 @@ def test_each_attention_is_one_graph_whatever_number_of_documents(
 
 @pytest.mark.parametrize("attention", [
     "sdpa", *(pytest.param(name, marks=pytest.mark.slow) for name in ATTENTION if name != "sdpa"),
-], indirect=True)  # fmt: skip
+], indirect=True)
 def test_attention_and_all_kernels_are_one_graph(attention: str, new_graphs: Callable[[], int]) -> None:
     """Forward and backward pass, whatever number of documents; once with all of PR #549 and a loop."""
     everything = attention == "sdpa"
@@ -275,7 +275,7 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
     config = tiny_config(
         MODEL_DIM=32, TRAIN_SEQ_LEN=64, MICRO_BATCH_TOKENS=256, TTT_ENABLED=1, TTT_CHUNK_TOKENS=256,
         TTT_BATCH_SEQS=2, EVAL_STRIDE=16, VAL_BATCH_SIZE=2048, ROPE_DIMS=8,
-    )  # fmt: skip
+    )
     tokens = np.random.default_rng(0).integers(1, config.vocab_size, 1500).astype(np.uint16)
 
     # Training: a graph without recurrence and one with it, each with its backward pass.
@@ -320,7 +320,7 @@ def test_no_length_of_a_document_needs_another_graph(attention: str, new_graphs:
     config = one_layer(  # with more context than in training
         NUM_LAYERS=2, TRAIN_SEQ_LEN=32, EVAL_SEQ_LEN=48, VAL_BATCH_SIZE=2048, TTT_ENABLED=1, TTT_MODE="lora",
         TTT_LORA_RANK=5, TTT_CHUNK_SIZE=6, TTT_BATCH_SIZE=8,
-    )  # fmt: skip
+    )
     model = ready(train_gpt.build_model(config), attention)
     tokens = text_of(documents=13, length=400)
     train_gpt.rehearse_evaluation(model, config, train_gpt.Run(model.machine))
@@ -340,7 +340,7 @@ def test_warm_up_compiles_all_that_training_meets(new_graphs: Callable[[], int],
     config = tiny_config(
         VOCAB_SIZE=4096, ENABLE_LOOPING_AT=0.5, ITERATIONS=20,
         MAX_WALLCLOCK_SECONDS=0, WARMUP_STEPS=1, TRAIN_BATCH_TOKENS=64,
-    )  # fmt: skip
+    )
     run = train_gpt.Run(Compiler(dtype=torch.float32, compiled=True))
     training = train_gpt.Training(config, run, write_shards(tmp_path), None, Ops(), {})  # type: ignore[arg-type]
     with contextlib.closing(training.loader):
@@ -406,7 +406,7 @@ def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) ->
 def twelve_seconds(looping_at: float) -> Config:
     """The settings of a run of so many seconds, two of which are kept for calibration."""
     return tiny_config(MAX_WALLCLOCK_SECONDS=12, GPTQ_RESERVE_SECONDS=2, ITERATIONS=10_000,
-                       ENABLE_LOOPING_AT=looping_at, TRAIN_LOG_EVERY=0)  # fmt: skip
+                       ENABLE_LOOPING_AT=looping_at, TRAIN_LOG_EVERY=0)
 
 
 @pytest.mark.parametrize(("slower", "switch"), [(1.0, 0.5), (1.5, 0.8), (2.0, 0.35), (2.0, 0.8)])

@@ -105,7 +105,7 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.parametrize(("shape", "slope", "dtype"), [
     *((*case, dtype) for dtype in MLP_DTYPES for case in MLP_CASES),
     *((*case, MLP_DTYPES[0]) for case in LARGE_MLP_CASES),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_mlp_is_as_exact_as_its_reference(
     shape: tuple[int, int, int], slope: float, dtype: torch.dtype, poisoned: None
 ) -> None:
@@ -240,7 +240,7 @@ def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
     run = torch.compile(
         lambda *tensors: train_gpt.mlp_fused(*tensors, SCALE, 0.5),
         backend=aot_autograd(fw_compiler=counting), fullgraph=True, dynamic=False,
-    )  # fmt: skip
+    )
     for rows in (5, 7):
         tensors = [tensor.to(DEVICE).requires_grad_(backward) for tensor in random_mlp(rows, 16, 32)]
         torch._dynamo.mark_dynamic(tensors[0], 0)
@@ -278,13 +278,13 @@ def not_a_number(*given: Tensor) -> Tensor:
 WRONG_FORMS: list[tuple[Callable[..., Tensor], str]] = [
     (broken, "RuntimeError: PTXAS error"), (with_another_gradient, r"error:[0-9.]+e[-+]00"),
     (not_a_number, "error:inf"), (lambda *given: 1.5 * packed_attention(*given), "error:5.0e-01"),
-]  # fmt: skip
+]
 
 
 def attention_of(
     monkeypatch: pytest.MonkeyPatch, machine: train_gpt.Machine, found: dict[str, Callable[..., Tensor]],
     **settings: Any,
-) -> tuple[Callable[..., Tensor], list[str], list[str]]:  # fmt: skip
+) -> tuple[Callable[..., Tensor], list[str], list[str]]:
     """The attention that is chosen if those of `found` are installed, the report, and the names looked at."""
     looked_at = []
 
@@ -304,7 +304,7 @@ def attention_of(
 @pytest.mark.parametrize(("doc_mask", "tried"), [
     (True, "fa3"), (True, "fa3 varlen"), (True, "fa3 varlen fa2"), (True, "fa3 varlen fa2 sdpa"),
     (False, "fa3"), (False, "fa3 sdpa"),
-])  # fmt: skip
+])
 def test_attention_is_tried_in_order(monkeypatch: pytest.MonkeyPatch, doc_mask: bool, tried: str) -> None:
     """The last one of these is installed and taken, those before it are not, those after it are not tried."""
     *absent, installed = tried.split()
@@ -359,7 +359,7 @@ def test_attention_on_the_first_tokens_shows_faults(doc_mask: bool, monkeypatch:
     """Only the first tokens of long rows are compared: correct attention passes, and a leak is found."""
     monkeypatch.setattr(train_gpt, "ATTENTION_CHECK_TOKENS", 24)
     settings: dict[str, Any] = dict(
-        train_seq_len=64, micro_batch_tokens=256, doc_mask=doc_mask, attention="fa3")  # fmt: skip
+        train_seq_len=64, micro_batch_tokens=256, doc_mask=doc_mask, attention="fa3")
     _, (line, *_), _ = attention_of(monkeypatch, train_gpt.Machine(), {"fa3": packed_attention}, **settings)
     error = re.search(r"fa3 error:(\S+)", line)
     assert error is not None and float(error[1]) < 1e-5
@@ -393,7 +393,7 @@ def test_the_worst_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     # Where nothing agrees, all reasons are told.
     monkeypatch.setattr(train_gpt.Machine, "gather", lambda _, value: [value])
     reasons = (r"^ATTENTION=auto: .*fa3 ModuleNotFoundError: no fa3 \| varlen RuntimeError: PTXAS error \| "
-               r"fa2 ModuleNotFoundError: no fa2 \| sdpa error:inf;.*MICRO_BATCH_TOKENS$")  # fmt: skip
+               r"fa2 ModuleNotFoundError: no fa2 \| sdpa error:inf;.*MICRO_BATCH_TOKENS$")
     with pytest.raises(train_gpt.ConfigError, match=reasons):
         attention_of(monkeypatch, Card(), {"varlen": broken, "sdpa": not_a_number})
 
@@ -407,7 +407,7 @@ def test_a_cpu_has_the_references_and_tries_nothing(monkeypatch: pytest.MonkeyPa
     assert chosen.ops == train_gpt.Ops()
     assert [line.split()[0] for line in chosen.report] == [
         "attention:sdpa", "fused_mlp:plain", "fused_heads:plain"
-    ]  # fmt: skip
+    ]
     assert all("reference" in line for line in chosen.report)
 
 
@@ -449,7 +449,7 @@ def mlp_of(
 @pytest.mark.parametrize(("asked", "times_ms", "chosen"), [
     ("auto", (1, 2), "kernel"), ("auto", (2, 1), "plain"),
     ("1", (2, 1), "kernel"), ("0", (1, 2), "plain"),
-])  # fmt: skip
+])
 def test_a_gpu_takes_the_fastest_mlp_it_may_have(
     asked: str, times_ms: tuple[float, ...], chosen: str
 ) -> None:
@@ -603,7 +603,7 @@ def test_auto_keeps_only_what_is_right(monkeypatch: pytest.MonkeyPatch, wrong: s
 @pytest.mark.parametrize(("name", "backward", "result"), [
     ("launch_heads", False, 0), ("launch_heads", False, -1), ("launch_xsa", False, 0),
     ("launch_heads", True, 0), ("launch_heads", True, -1), ("launch_xsa", True, 0), ("launch_xsa", True, -1),
-])  # fmt: skip
+])
 def test_auto_keeps_only_heads_that_are_right(
     monkeypatch: pytest.MonkeyPatch, name: str, backward: bool, result: int
 ) -> None:
@@ -686,7 +686,7 @@ print("compiled")
 
 @pytest.mark.parametrize("capability", [
     "90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("80", "86", "89", "100", "120")),
-])  # fmt: skip
+])
 def test_kernels_compile_for_real_gpus(
     capability: str, tmp_path: os.PathLike[str], pytestconfig: pytest.Config
 ) -> None:
@@ -702,10 +702,10 @@ def test_kernels_compile_for_real_gpus(
     path = os.pathsep.join([os.path.dirname(os.path.abspath(train_gpt.__file__)), *sys.path])
     environment = {
         **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path,
-    }  # fmt: skip
+    }
     command = [sys.executable, "-c", COMPILE, capability]
     done = subprocess.run(command, env=environment, capture_output=True, text=True,
-                          timeout=DEADLINE_SECONDS)  # fmt: skip
+                          timeout=DEADLINE_SECONDS)
     assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr[-3000:]
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
     # The MLP's kernel for four products; heads and XSA, each forward and backward.
@@ -755,7 +755,7 @@ def around_attention(heads: Any, xsa: Any, rotary: Tensor, uses: int = 2) -> Cal
 @needs_runnable_kernels
 @pytest.mark.parametrize(("shape", "uses", "dtype"), [
     *((shape, 2, dtype) for dtype in DTYPES for shape in HEAD_SHAPES), (SMALL_HEADS, 1, DTYPES[0]),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_heads_and_xsa_exactly(shape: tuple[int, ...], dtype: torch.dtype, uses: int, poisoned: None) -> None:
     tensors, rotary = random_heads(*shape)
     rotary = rotary.to(DEVICE)

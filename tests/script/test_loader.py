@@ -31,7 +31,7 @@ from tests.support.loaders import (
     stream,
     take,
     write_shards,
-)  # fmt: skip
+)
 from tests.support.processes import Lab
 from tests.support.tiny import tokens_of
 from tests.support.waiting import DEADLINE_SECONDS, wait_until, within
@@ -82,7 +82,7 @@ def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> Non
 @given(
     sizes=st.lists(st.integers(1, 90), min_size=1, max_size=6), seq_len=st.integers(1, 20),
     seed=st.integers(0, 2**63 - 1), shuffle=st.booleans(), epoch=st.integers(0, 3),
-)  # fmt: skip
+)
 def test_an_epoch_has_all_once(sizes: list[int], seq_len: int, seed: int, shuffle: bool, epoch: int) -> None:
     all_shards = [train_gpt.Shard(Path(f"{number}"), size) for number, size in enumerate(sizes)]
     config = make_config(train_seq_len=seq_len, seed=seed, shuffle=shuffle)
@@ -101,11 +101,11 @@ def test_an_epoch_has_all_once(sizes: list[int], seq_len: int, seed: int, shuffl
 
 @pytest.mark.parametrize(("world_size", "prefetch", "copy_stream", "depth"), [
     (1, True, True, 1), (2, False, False, 2), (4, True, True, 1), (8, True, False, 3),
-])  # fmt: skip
+])
 def test_every_geometry_sees_the_same_steps_at_any_speed_of_its_stages(
     shards: list[Any], world_size: int, prefetch: bool, copy_stream: bool, depth: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Same bytes and hash for any ranks, micro-batches and threads, over shard edges and several epochs."""
     expected, expected_hash = stream(shards, 16, train_prefetch=False)  # two epochs, in several rows at once
     delays = np.random.default_rng(1)
@@ -262,7 +262,7 @@ def test_batches_belong_to_the_caller_waits_told(shards: list[Any], monkeypatch:
     ("read_tokens", OSError("disk on fire"), False), ("read_tokens", KeyError("k"), True),
     ("read_tokens", SystemExit(3), True), ("hash_sequences", ValueError("bug"), False),
     ("hash_sequences", SystemExit(1), True), ("hash_sequences", GeneratorExit(), True),
-])  # fmt: skip
+])
 def test_an_error_arrives_in_order(
     shards: list[Any], where: str, fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +342,7 @@ def test_a_file_that_changes_during_the_run(tmp_path: Path, fault: str) -> None:
     (header(20240520, 1, 7) + b"\0" * 15, "1039 bytes, expected 1038 for the 7 tokens"),
     (header(20240520, 1, -5), "its header says -5 tokens"),
     (header(20240520, 1, 0), "its header says 0 tokens"),
-])  # fmt: skip
+])
 def test_bad_shards_are_refused_at_the_start(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "fineweb_train_000000.bin").write_bytes(content)
     with pytest.raises(train_gpt.DataError, match=re.escape(message)) as error:
@@ -447,7 +447,7 @@ class CallsOfCuda(train_gpt.Machine):
 @pytest.mark.parametrize(("copy_stream", "expected"), [
     (True, "pinned:True|on the copy stream|mark|mark|off|the step waits|kept for the step"),
     (False, "pinned:True|mark|mark"),
-])  # fmt: skip
+])
 def test_the_step_waits_for_the_copy_of_its_batch_and_keeps_it_and_the_host_does_not(
     shards: list[Any], copy_stream: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

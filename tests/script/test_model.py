@@ -21,7 +21,7 @@ from train_gpt import GPT, Config, Machine, build_model, parameter_table
 SIX_LAYERS = {
     "NUM_LAYERS": 6, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "ROPE_DIMS": 4, "XSA_LAST_N": 3, "NUM_LOOPS": 2,
     "LOOP_START": 1, "LOOP_END": 2, "PARALLEL_START_LAYER": 4, "TRAIN_SEQ_LEN": 16,
-}  # fmt: skip
+}
 # What PR #549 has besides: layer 1 is visited three times, layer 4 has two lanes.
 BIGRAM = {"BIGRAM_VOCAB_SIZE": 24, "BIGRAM_DIM": 6}
 VALUE = {"VE_ENABLED": 1, "VE_DIM": 6, "VE_LAYERS": "4,1"}
@@ -59,7 +59,7 @@ FEATURES = {
 }
 # Those in which a layer depends on its place.
 ORDERED = ("as by default", "no recurrence", "another recurrence", "skips that add", "GPT-J",
-           "value embedding", "lanes from the first layer")  # fmt: skip
+           "value embedding", "lanes from the first layer")
 
 
 def tiny(**changes: Any) -> Config:
@@ -316,7 +316,7 @@ def test_loss_and_every_gradient_equal_the_reference(name: str) -> None:
 @pytest.mark.parametrize(("rows", "row", "expected"), [
     (1536, [5, 7, 1023, 0], [1535, 591, 1469, 658]),  # seen on PR #549's own code
     (1000, [7, 65_535, 60_000], [999, 346, 23]),  # products beyond 31 bits wrap around
-])  # fmt: skip
+])
 def test_rows_of_hashed_pairs(rows: int, row: list[int], expected: list[int]) -> None:
     config = tiny(BIGRAM_VOCAB_SIZE=rows)
     assert train_gpt.bigram_rows(torch.tensor([row]), config).tolist() == [expected]
@@ -345,7 +345,7 @@ def test_losses_are_fp32_for_a_model_that_computes_in_less() -> None:
     ({"NUM_LOOPS": 0}, {"NUM_LOOPS": 2}),
     ({"LOGIT_SOFTCAP": 0}, {"LOGIT_SOFTCAP": 30}),
     ({}, BIGRAM),
-])  # fmt: skip
+])
 def test_a_feature_at_rest_changes_no_bit(off: dict[str, Any], on: dict[str, Any]) -> None:
     """Smear starts closed, recurrence starts off, and the softcap acts on logits alone."""
     without, with_it = build_model(tiny(**off)), build_model(tiny(**on))
@@ -376,7 +376,7 @@ def test_switching_a_feature_leaves_the_other_weights(changes: dict[str, Any]) -
     ({"PARALLEL_START_LAYER": 6}, {"lane_mix_P23"}),
     ({"XSA_LAST_N": 0}, set()),
     ({"DOC_MASK": 0}, set()),
-])  # fmt: skip
+])
 def test_what_is_off_owns_no_parameter(changes: dict[str, Any], owned: set[str]) -> None:
     less = parameter_table(tiny(**{**PR549, **changes}))
     assert parameter_table(tiny(**PR549)).keys() - less.keys() == owned
@@ -447,7 +447,7 @@ def test_the_rotary_base_grows_with_longer_inputs_and_never_shrinks() -> None:
     # Of #1855's table of lane scalars only the rows of the layers that have two lanes exist.
     ("", 35_945_671 - (66 - 18)),
     *((f"{name}.env", 0) for name in "cpu_demo gpu_demo h200_1gpu frontier_1855".split()),
-])  # fmt: skip
+])
 def test_parameter_counts(name: str, reference: int, repo: Path) -> None:
     """Those of the public systems, where there is one, and those that each file states."""
     config = Config.from_env({"CONFIG": str(repo / "configs" / name)} if name else {})
@@ -486,14 +486,14 @@ def packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, groups
 
 def flash_attn_3(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, window_size=(-1, -1)
-):  # fmt: skip
+):
     return packed(q, k, v, cu_seqlens_q, causal, groups=True), None
 
 
 def flash_attn_2(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
-):  # fmt: skip
+):
     assert dropout_p == 0.0 and softmax_scale is None
     return packed(q, k, v, cu_seqlens_q, causal, groups=True)
 
@@ -511,11 +511,11 @@ def torch_2_13(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1
 
 
 VERSIONS = [("fa3", flash_attn_3), ("fa2", flash_attn_2), ("varlen", torch_2_10), ("varlen", torch_2_11),
-            ("varlen", torch_2_13)]  # fmt: skip
+            ("varlen", torch_2_13)]
 MODULES = {
     "fa3": "flash_attn_interface flash_attn_varlen_func", "fa2": "flash_attn flash_attn_varlen_func",
     "varlen": "torch.nn.attention.varlen varlen_attn",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "kernel"), VERSIONS, ids=lambda value: getattr(value, "__name__", value))

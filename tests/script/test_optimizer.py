@@ -18,7 +18,7 @@ from tests.support.ranks import on_ranks
 from train_gpt import Config, Machine, Optimizer, build_model, orthogonalize
 
 PR549 = {"BIGRAM_VOCAB_SIZE": 24, "BIGRAM_DIM": 6, "VE_ENABLED": 1, "VE_DIM": 6, "VE_LAYERS": "0,2",
-         "CHANNEL_SMEAR_ENABLED": 1}  # fmt: skip
+         "CHANNEL_SMEAR_ENABLED": 1}
 
 
 def three_layers(**changes: object) -> Config:
@@ -118,7 +118,7 @@ def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum
 
 @pytest.mark.parametrize("changes", [
     {}, {"MUON_ROW_NORMALIZE": 0, "MUON_POLAR_EXPRESS": 0, "MUON_WD": 0},
-], ids=["default", "plain"])  # fmt: skip
+], ids=["default", "plain"])
 def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
     momentum = 0.9
     config = three_layers(GRAD_CLIP_NORM=0, **changes)
@@ -252,7 +252,7 @@ def eight_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     collectives = ["all_reduce", "broadcast"]
     for name, former in (("reduce_scatter_single", "reduce_scatter_tensor"),
-                         ("all_gather_single", "all_gather_into_tensor")):  # fmt: skip
+                         ("all_gather_single", "all_gather_into_tensor")):
         collectives.append(name if hasattr(torch.distributed, name) else former)
     for name in collectives:
         kind = "_".join(name.split("_")[:2])

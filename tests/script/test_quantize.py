@@ -208,7 +208,7 @@ def inputs_by_table(name: str, parameter: train_gpt.Parameter) -> list[tuple[str
 
 @pytest.mark.parametrize("changes", [
     {}, {"NUM_LAYERS": 3, "LOOP_START": 1, "LOOP_END": 1}, {"PARALLEL_MODE": "gptj"}, {"NUM_LOOPS": 0},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_the_table_names_what_each_matrix_multiplies(changes: dict[str, object]) -> None:
     """Every input that the table names is observed, nothing else is, and it is that matrix's own input.
 
@@ -337,7 +337,7 @@ def test_calibration_stops_before_a_batch_that_would_not_end_in_time(
     training = SimpleNamespace(
         config=config, seconds=0.0, run=SimpleNamespace(machine=machine, log=logged.append),
         loader=SimpleNamespace(next_batch=object),
-    )  # fmt: skip
+    )
     batches = 0
     for _ in train_gpt.calibration_batches(training):
         training.seconds += seconds_per_batch

@@ -35,7 +35,7 @@ from tests.support.planted import (
     in_phase,
     send,
     signal_at_step,
-)  # fmt: skip
+)
 from tests.support.processes import ROUNDED, SCRIPT, SHORT_END, Ended, Lab, train_losses
 
 
@@ -106,7 +106,7 @@ def test_the_clock_goes_on_where_it_stopped_and_what_was_trained_is_not_trained_
     """
     changes: dict[str, Any] = {**SHORT_END, "GPTQ": 1, "MAX_WALLCLOCK_SECONDS": 0.425, "TRAIN_LOG_EVERY": 5,
                                "GPTQ_RESERVE_SECONDS": 0.25, "ITERATIONS": 100000,
-                               "TRAIN_BATCH_TOKENS": 64, "VAL_LOSS_EVERY": 0}  # fmt: skip
+                               "TRAIN_BATCH_TOKENS": 64, "VAL_LOSS_EVERY": 0}
     clock = counted_clock()
     ended = lab.run(fault=clock + signal_at_step(10), **changes)
     assert ended.status == 128 + signal.SIGTERM, ended.err
@@ -364,7 +364,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
 @pytest.mark.parametrize(("damage", "prefetch"), [
     ("cut", 0), ("cut", 1), ("a folder", 1),
     *(pytest.param(damage, 1, marks=pytest.mark.slow) for damage in ("removed", "replaced")),
-])  # fmt: skip
+])
 def test_a_shard_that_goes_in_training_costs_no_step(
     damage: str, prefetch: int, lab: Lab, whole: Ended
 ) -> None:
@@ -564,7 +564,7 @@ def test_a_signal_in_the_last_validation_of_training_is_heard(lab: Lab) -> None:
         if getattr(sys, "trained", False) and not torch.is_grad_enabled():
             sys.trained = False
             {send(signal.SIGTERM)}
-    """)  # fmt: skip
+    """)
     ended = lab.run(fault=fault, VAL_LOSS_EVERY=6)
     assert ended.status == 128 + signal.SIGTERM
     assert ended.out.splitlines()[-1] == f"stopped by signal 15; continue with RESUME={ended.directory}"

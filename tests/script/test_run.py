@@ -197,7 +197,7 @@ def test_a_run_that_is_watched_closely_has_the_same_bits(short: Ended, lab: Lab)
     changes = {
         "WARMUP_STEPS": 2, "VAL_LOSS_EVERY": 2, "TRAINING_TIMING_BREAKDOWN": 1, "TRAINING_TIMING_EVERY": 2,
         "CHECKPOINT_EVERY_SECONDS": 0.01, "SAVE_FLOAT": 1, "VAL_PROGRESS_LOG_EVERY": 100,
-    }  # fmt: skip
+    }
     again = lab.succeed(**SHORT_END, **changes)
     assert results(again) == results(short)
     for step in (0, 2, 4, 6):
@@ -252,7 +252,7 @@ KILL_AT_SCORING = before("builtins.open", """
     path = str(given[0])
     if path.endswith("log.txt") and os.path.exists(path) and "roundtrip_exact" in real(path).read():
         os.kill(os.getpid(), 9)
-""")  # fmt: skip
+""")
 
 
 def test_a_run_killed_in_its_evaluation_is_finished_with_the_same_result(short: Ended, lab: Lab) -> None:
@@ -271,7 +271,7 @@ def test_a_run_killed_in_its_evaluation_is_finished_with_the_same_result(short: 
 @pytest.mark.parametrize(("ancestor", "changes"), [
     ("549", {"VE_LAYERS": "0,1", "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8}), ("1493", {}),
     pytest.param("591", {}, marks=pytest.mark.slow),
-])  # fmt: skip
+])
 def test_the_command_of_an_ancestor_trains(
     ancestor: str, changes: dict[str, Any], lab: Lab, repo: Path
 ) -> None:
@@ -323,7 +323,7 @@ SCORES = "given[0].dtype == torch.float64 and len(given[0]) > 2"
     ("ttt", 1, "torch._dynamo.maybe_mark_dynamic", "True"),
     ("hessians", 2, "torch.distributed.all_reduce", SUMS),
     ("windows", 2, "torch.distributed.all_reduce", SCORES),
-])  # fmt: skip
+])
 def test_what_would_fail_at_the_end_fails_before_the_first_step(
     part: str, ranks: int, function: str, condition: str, lab: Lab
 ) -> None:

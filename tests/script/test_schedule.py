@@ -21,13 +21,13 @@ OF_SHARES = [
     (MOMENTUM, Config(), {0.0: 0.92, 0.15: 0.945, 0.3: 0.97, 1.0: 0.97}),
     (MOMENTUM, Config(muon_momentum_warmup_frac=0.0), {0.0: 0.97}),
     (MOMENTUM, Config(muon_momentum_warmup_steps=0), {0.0: 0.97}),
-]  # fmt: skip
+]
 # The same, and its values at steps.
 OF_STEPS = [
     (RATE, CLOCKLESS, {0: 1.0, 800: 1.0, 900: 0.5, 990: 0.05}),
     (RATE, LONGER, {step: (100 - step) / 150 for step in (0, 1, 50, 99)}),
     (MOMENTUM, IN_STEPS, {0: 0.92, 750: 0.955, 1500: 0.99, 9000: 0.99}),
-]  # fmt: skip
+]
 
 
 def test_curves_have_their_golden_values() -> None:

@@ -57,7 +57,7 @@ TRACE_LEVEL TRACE_ID SAVE_DIR
 
 
 def refused(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-            folder: Path) -> str:  # fmt: skip
+            folder: Path) -> str:
     """What main() prints of wrong settings, once it is sure that it did nothing else."""
     monkeypatch.chdir(folder)
     for first in ("this_machine", "Run"):
@@ -100,7 +100,7 @@ def test_every_setting_refuses_what_lies_beyond_it(name: str) -> None:
     *(f"{value} : {value.split('=')[0]} : expected" for value in WRONG_VALUES.split()),
     *(f"{line} : expected" for line in WRONG_TOGETHER.strip().splitlines()),
     *(f"{pair.replace(':', '=1 : ')} : did you mean" for pair in WRONG_NAMES.split()),
-])  # fmt: skip
+])
 def test_what_is_wrong_is_refused_by_name(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +137,7 @@ def test_near_names_are_refused_and_those_of_systems_left_alone(monkeypatch: pyt
 @pytest.mark.parametrize("pair", [
     "MODEL_DIR=/models", "NUM_THREADS=all", "WARMUP_STEP=auto", "COMPILER=gcc", "ITERATION=first",
     "TRACE_STEP=all", "TRAIN_LOG_EVER=never", "DEVICES=0,1",
-])  # fmt: skip
+])
 def test_a_near_name_with_a_value_that_does_not_fit_is_anybodys(pair: str) -> None:
     name, _, value = pair.partition("=")
     assert train_gpt.similar_setting(name)
@@ -227,7 +227,7 @@ def test_files_are_under_the_environment_and_none_is_none(
     ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
     ("SEED=1\n\nMATRX_LR=1", "line 3: .*'MATRX_LR=1'.* did you mean .*MATRIX_LR"),
     ("MUON_MIXTURE=0", "MUON_MIXTURE.* the train_gpt.py of that run"),
-])  # fmt: skip
+])
 def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.env"
     if content is not None:
@@ -285,7 +285,7 @@ def test_whatever_the_text_there_is_a_config_or_a_config_error(environ: dict[str
 @pytest.mark.parametrize(("settings", "ranks"), [
     ({}, 7), ({"TRAIN_BATCH_TOKENS": "1000"}, 1), ({"MICRO_BATCH_TOKENS": "1000"}, 1),
     ({"TRAIN_BATCH_TOKENS": "786433"}, 8), ({"MICRO_BATCH_TOKENS": "14336"}, 1),
-])  # fmt: skip
+])
 def test_a_batch_that_does_not_split_evenly_is_refused_by_name(settings: dict[str, str], ranks: int) -> None:
     config = Config.from_env(settings)
     with pytest.raises(ConfigError, match=r"TRAIN_BATCH_TOKENS.*TRAIN_SEQ_LEN.*MICRO_BATCH_TOKENS"):

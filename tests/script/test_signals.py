@@ -17,7 +17,7 @@ from tests.support.processes import SCRIPT, SHORT_END, Ended, Lab, free_port
 from tests.support.waiting import is_running, wait_until
 
 WARNINGS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
-            signal.SIGXCPU]  # fmt: skip
+            signal.SIGXCPU]
 STOPPED: dict[str, object] = {**SHORT_END, "VAL_LOSS_EVERY": 0}
 # Three seconds pass between any two looks at the clock.
 SLOW_CLOCK = """

@@ -188,7 +188,7 @@ LONE_SPACE = b"\x0a\x03" + "▁".encode()  # in the file of a model: a piece of 
     ({"bos_id": 0, "pad_id": 1}, "BOS has id 0, expected 1"),
     ({"bos_id": -1, "pad_id": 1}, "BOS has id -1, expected 1"),
     ({}, "lone space"),
-])  # fmt: skip
+])
 def test_tokenizers_that_the_exporter_refuses_are_refused(
     options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
@@ -380,7 +380,7 @@ MANIFESTS = [
     '{"splits": {"val": []}}', '{"splits": {"val": {"audit": 3}}}', f'{{"splits": {"9" * 5000}}}',
     '{"splits": {"val": {"audit": {"decoded_bytes": "x"}}}}', '{"fused": [1]}', '{"fused": {"a": [1, 2]}}',
     '{"fused": {"9": [1]}}', '{"fused": {"9": [1, 70000]}}', '{"fused": {"-1": [1, 2]}}',
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("content", MANIFESTS, ids=lambda content: content[:30])

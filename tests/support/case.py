@@ -43,7 +43,7 @@ def exported(variant: str) -> tempfile.TemporaryDirectory[str]:
     status = export.main([
         "--docs", str(docs), "--name", variant, "--out", str(out), "--variant", variant, "--workers", "1",
         "--train-tokenizer", "400", "--val-docs", str(VAL_DOCUMENTS), "--shard-tokens", "1000",
-    ])  # fmt: skip
+    ])
     assert status == 0
     return folder
 

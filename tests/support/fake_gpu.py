@@ -154,7 +154,7 @@ def package(us: int) -> Callable[..., Tensor]:
     def varlen(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
         max_q: int, max_k: int, causal: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if us == 0:
             raise RuntimeError("no kernel image is available for execution on the device")
         place_N = torch.arange(len(q))

@@ -38,7 +38,7 @@ def after_step(step: int, action: str) -> str:
         if max(float(state["step"]) for state in given[0].state.values()) == {step}:
             {action}
         return result
-    """)  # fmt: skip
+    """)
 
 
 def send(*numbers: int) -> str:
@@ -59,7 +59,7 @@ def in_phase(phase: str, action: str) -> str:
         if given[0].gen.__name__ == "phase" and begins == ({phase!r},):
             {action}
         return result
-    """)  # fmt: skip
+    """)
 
 
 def counted_clock(forward_seconds: float = FORWARD_SECONDS) -> str:
@@ -76,4 +76,4 @@ def full_disk(*ends: str) -> str:
     return before("builtins.open", f"""
         if [*given, "r"][1][0] in "wax" and str(given[0]).endswith({ends!r}):
             {NO_SPACE}
-    """)  # fmt: skip
+    """)

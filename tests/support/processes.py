@@ -53,7 +53,7 @@ TINY_RUN: dict[str, object] = {
     "ADAM_WD": 0.1, "VAL_TOKENS_LIMIT": 1000, "VAL_BATCH_SIZE": 16_384, "EVAL_STRIDE": 16, "TTT_ENABLED": 1,
     "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 32, "TTT_BATCH_SIZE": 4, "GPTQ_CALIBRATION_BATCHES": 4,
     "ARTIFACT_BYTES_MAX": 1_000_000, "RUN_ID": "run",
-}  # fmt: skip
+}
 # For tests to which it is all the same how well weights are coded, and those that ask for one score alone: a
 # third of the time of a run.
 ROUNDED = {"GPTQ": 0, "TRELLIS": 0, "RATE_CONTROL": 0}
@@ -275,7 +275,7 @@ class Lab:
     def settings(self, **changes: object) -> dict[str, str]:
         """The environment of a tiny run; None removes a variable."""
         data = {"DATA_PATH": str(self.dataset), "TOKENIZER_PATH": str(self.dataset / "tokenizer.model"),
-                "RUNS_DIR": str(self.folder / "runs"), "PATH": os.environ.get("PATH", "")}  # fmt: skip
+                "RUNS_DIR": str(self.folder / "runs"), "PATH": os.environ.get("PATH", "")}
         wanted = {**TINY_RUN, **ONE_THREAD, **data, **changes}
         return {name: str(value) for name, value in wanted.items() if value is not None}
 

@@ -22,7 +22,7 @@ BASE_NATS = {"roundtrip": 2.95, "sliding_window": 2.93, "legal_ttt": 2.92}
 CONFIG = {
     "DATA_PATH": "data/datasets/sample", "ITERATIONS": "400", "MATRIX_LR": "0.02",
     "ARTIFACT_BYTES_MAX": "1150000", "TRAIN_BATCH_TOKENS": "2048",
-}  # fmt: skip
+}
 STEPS = 400
 STEP_MS = 50.0
 LOG_EVERY = 20
@@ -36,7 +36,7 @@ def wrap(source: str) -> bytes:
 def make_run(
     path: Path, seed: int, *, source: str = SOURCE, gain: float = 0.0, config: dict[str, str] | None = None,
     slow_step: int | None = None, summary_changes: dict[str, Any] | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write a finished run. `gain` lowers every loss; `slow_step` makes the loader stall before that step."""
     path.mkdir(parents=True)
     settings = {**CONFIG, **(config or {}), "SEED": str(seed), "RUN_ID": path.name}
@@ -94,7 +94,7 @@ def _train_events(seed: int, gain: float, slow_step: int | None) -> list[dict[st
         event = {
             "event": "train", "step": step, "train_loss": loss, "train_time_ms": clock,
             "tokens": step * 2048, "progress": step / STEPS,
-        }  # fmt: skip
+        }
         events.append({**event, "data_wait_max_ms": stall or 0.02})
         if step in validated:
             nats = validated[step]

@@ -17,7 +17,7 @@ MODEL: dict[str, object] = {
     "MLP_MULT": 3, "XSA_LAST_N": 2, "NUM_LOOPS": 1, "LOOP_START": 0, "LOOP_END": 0,
     "PARALLEL_START_LAYER": 1, "TRAIN_SEQ_LEN": 32, "TRAIN_BATCH_TOKENS": 256, "MICRO_BATCH_TOKENS": 64,
     "EVAL_SEQ_LEN": 0, "ROPE_TRAIN_SEQ_LEN": 0, "EVAL_STRIDE": 0, "TTT_ENABLED": 0, "TTT_MODE": "sgd",
-}  # fmt: skip
+}
 
 
 def environment(**changes: object) -> dict[str, str]:
@@ -41,7 +41,7 @@ def train_tokenizer(texts: list[str]) -> bytes:
         sentence_iterator=iter(texts), model_writer=model, model_type="bpe", vocab_size=VOCAB_SIZE,
         byte_fallback=True, pad_id=shards.PAD_ID, bos_id=shards.BOS_ID, eos_id=shards.EOS_ID,
         unk_id=shards.UNK_ID, num_threads=1, minloglevel=2,
-    )  # fmt: skip
+    )
     return model.getvalue()
 
 

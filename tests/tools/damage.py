@@ -68,7 +68,7 @@ def _public(place: Path, log: str) -> Path:
         "bytes_total": 15_900_000, "bytes_code": 47_642, "hardware": "8xH100 80GB SXM",
         "seeds": [1, 2, 3],
         "seed_results": {"1": {"val_bpb": 1.2, "steps": 100}, "2": {"artifact_bytes": 1}},
-    }  # fmt: skip
+    }
     logs = {f"train_seed{seed}.log": log.replace("1337", str(seed)) for seed in (1, 2, 3)}
     folder = public_folder(place, logs, "import helpers.kernels\n" + PROGRAM, **values)
     (folder / "helpers").mkdir()
@@ -133,7 +133,7 @@ LINES = [  # of what a log's expressions look for: what is repeated, between a b
     ("", " val_loss:1 val_bpb:", ""), ("Code size", " ", ""), ("Code size (", ")", ""),
     ("step:1/2 ", "train_loss", ""), ("step:", "1", "/2 train_loss:1"), ("val_loader:", "tokens:", ""),
     ("stopping_early: ", "a", ""), ("collected 1 Hessians in ", "1.", "s"), ("abc:1", " abc:1", " "),
-]  # fmt: skip
+]
 
 
 def repeated(parts: tuple[str, str, str], count: int) -> str:
@@ -167,12 +167,12 @@ VALUES: list[Any] = [
     None, True, -1, 0, 10**400, 1.5, float("nan"), float("inf"), "", "\ud800", "\x1b[2J", "a\nb",
     "9" * 5_000, [], {}, [1, None, "x", {}], {"a": {"b": []}}, {"42": {"val_bpb": "x"}}, {"1": None},
     [[[]]], "../../etc/passwd", [10**400],
-]  # fmt: skip
+]
 KEYS = [
     "val_bpb", "val_loss", "val_bpb_std", "seeds", "seed_results", "bytes_total", "bytes_code", "date",
     "track", "format", "files", "comparison", "hardware", "gpu", "losses", "phases", "limits", "artifact",
     "config", "code", "overrides", "versions", "steps", "seed", "metric", "name", "compliance",
-]  # fmt: skip
+]
 
 
 def _object(data: bytes) -> dict[str, Any]:
@@ -233,7 +233,7 @@ PROGRAMS = [  # each hard on a parser in its own way
     ("exec(" * 80 + "a" + ")" * 80 + "\n", "eval(x)\n", ""),
     ("".join(" " * depth + "if a:\n" for depth in range(2_000)), " ", ""),
     ("# -*- coding: utf-7 -*-\n", "+AGE-", ""),
-]  # fmt: skip
+]
 
 
 def hard_program(data: bytes, rng: random.Random) -> bytes:
@@ -313,10 +313,10 @@ OF_A_FILE: list[tuple[Callable[[bytes, random.Random], bytes], tuple[str, ...], 
     (change_numbers, (".log", ".json", ".md"), 2), (long_line, (".log", ".txt"), 2),
     (many_lines, (".log", ".txt"), 1), (change_json, (".json",), 3), (deep_json, (".json",), 1),
     (hard_program, (".py",), 2), (wrapped_often, (".py",), 1), (expanding_payload, (".py",), 1),
-]  # fmt: skip
+]
 OF_A_FOLDER: list[Callable[[Path, random.Random], None]] = [
     remove_file, swap_files, large_file, leaving_file_names, add_links, add_pipes, strange_names, many_files,
-]  # fmt: skip
+]
 
 
 def damage_file(

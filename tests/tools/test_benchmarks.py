@@ -77,7 +77,7 @@ def test_scores_are_compared_with_theirs_and_with_ours_as_theirs() -> None:
     assert [line.split()[:4] for line in against_theirs.splitlines()[1:]] == [
         ["theirs", "2", "2.45000", "–"], ["as-theirs", "2", "2.32500", "-0.12500"],
         ["ours", "2", "2.22500", "-0.22500"],
-    ]  # fmt: skip
+    ]
     *_, ours = against_as_theirs.splitlines()
     assert ours.split()[:4] == ["ours", "2", "2.22500", "-0.10000"]
 
@@ -203,7 +203,7 @@ def test_all_sides_run_and_continue(tmp_path: Path, small: Path, dataset: Path) 
     (tmp_path / "train_gpt.py").write_text(endless, encoding="utf-8")
     command = [sys.executable, beside.__file__, "train_gpt.py", "--data", dataset, "--runs", "runs",
                "--tokenizer", dataset / "tokenizer.model", "--config", small, "--seconds", "1",
-               "--val-tokens", "256", "--seeds", "7"]  # fmt: skip
+               "--val-tokens", "256", "--seeds", "7"]
     for _ in range(2):
         ended = subprocess.run(
             [*map(str, command)], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False

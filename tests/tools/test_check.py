@@ -208,7 +208,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, Level, str]] = {
                       "A2", Level.WARN, "`--index-url https://example.org/simple`: pip would read"),
     "a package from an address": (edited("requirements.txt", "numpy", "a @ git+https://example.org/a\nnumpy"),
                                   "A2", Level.WARN, "`a @ git+https://example.org/a`: pip would read"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -264,7 +264,7 @@ def test_the_bytes_of_data_are_counted_as_the_data_tools_count_them(dataset: Pat
     tokenizer = dataset / "tokenizer.model"
     tokens = tiny.joined(dataset, "val")
     text = shards.load_tokenizer(tokenizer).decode([part.tolist() for part in np.split(tokens, np.flatnonzero(
-        tokens == shards.BOS_ID))])  # fmt: skip
+        tokens == shards.BOS_ID))])
     facts = {"val_tokens": len(tokens) - 1, "hashes": {"tokenizer": sha256_file(tokenizer)}}
     config = {"DATA_PATH": str(dataset), "TOKENIZER_PATH": str(tokenizer)}
     evidence = Evidence(1, read_log(tokenizer), {"config": config, "data": facts})
@@ -396,7 +396,7 @@ def test_prose_is_free_and_derived_values_are_not(packed: Path) -> None:
 DERIVED = [
     "val_bpb", "val_loss_std", "seeds", "seed_results", "bytes_total", "bytes_code", "hardware", "compliance",
     "all_runs", "files", "metric", "pytorch_version",
-]  # fmt: skip
+]
 
 
 A_SCORE = {"val_bpb": 1.21972502, "val_loss": 2.0594546}
@@ -482,7 +482,7 @@ WEIGHTS = ["prior.pt", "more/prior.npz", "prior.bin", "prior.safetensors", "prio
     *((name, "torch.load(Path(__file__).parent / {!r})", 12_000_000) for name in WEIGHTS),
     *((name, "x = ({!r}", 12_000_000) for name in WEIGHTS),  # that does not parse
     ("README.md", "open('README.md', 'rb')", 900_000), ("NOTES.md", "glob.glob('*.md')", 900_000),
-])  # fmt: skip
+])
 def test_weights_that_the_script_reads_count(name: str, line: str, count: int, tmp_path: Path) -> None:
     folder = public_a(tmp_path, script=filled(line.format(name) + "\n"))
     (folder / name).parent.mkdir(exist_ok=True)
@@ -602,7 +602,7 @@ def test_counts_of_our_logs_are_equal_between_seeds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("used", "needed", "took", "words"), [
     ("480.0", "130.0", 560_000, None), ("480.0", "130.0", 500_000, "100.0 s of 600.0 s were left"),
     ("100.0", "130.0", 590_000, "with the time for the rest, that is 230.0 s of 600.0 s"),
-])  # fmt: skip
+])
 def test_learning_that_stopped_while_time_was_left(
     used: str, needed: str, took: int, words: str | None, tmp_path: Path
 ) -> None:
@@ -654,7 +654,7 @@ LOGS = [
     ({"zlib: 15815847": "zlib: 15960000"}, "A9", "FAIL", "total 16,007,642 > 16,000,000"),
     ({"zlib: 15815847": "zlib: 15900000"}, "A9", "WARN", "the larger number counts, 15,947,642"),
     ({"H100 80GB HBM3": "H100 PCIe"}, "C4", "FAIL", "NVIDIA H100 PCIe"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "check", "level", "text"), LOGS)
@@ -777,7 +777,7 @@ def test_large_files_of_no_known_purpose_are_named_and_what_explains_a_run_is_no
     writes = "open('final_model.ptz', 'wb')\n"
     for count, script, text in (
         (15_815_847, writes, "of a model in a log"), (9_999_999, "", "not mentioned anywhere")
-    ):  # fmt: skip
+    ):
         folder = public_a(tmp_path, script=filled(script))
         (folder / "final_model.ptz").write_bytes(bytes(count))
         (found,) = [f for f in audit(folder) if f.check in ("A9", "A10")]

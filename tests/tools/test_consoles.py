@@ -44,7 +44,7 @@ class Printed(NamedTuple):
 def consoles(encoding: str) -> Iterator[tuple[io.TextIOWrapper, io.TextIOWrapper]]:
     """Both streams on consoles of this encoding, which refuse what they cannot print."""
     streams = (io.TextIOWrapper(io.BytesIO(), encoding, write_through=True),
-               io.TextIOWrapper(io.BytesIO(), encoding, write_through=True))  # fmt: skip
+               io.TextIOWrapper(io.BytesIO(), encoding, write_through=True))
     kept = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = streams
     try:
@@ -92,7 +92,7 @@ def commands(place: Path) -> list[tuple[object, ...]]:
         ("generate", place / "größer.bin", "é"),
         ("sweep", place / "mine.sweep", "--table", "--runs", place / "runs"), ("prove", place / "größer.py"),
         ("pack", run, "--name", "größer"), ("docs", "größer"),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_processes_in_a_narrow_locale_end_as_others(
     ended = subprocess.run(
         [sys.executable, "-c", ALL], cwd=repo, env={**base, **POSIX}, input=lines.encode(),
         capture_output=True, timeout=300,
-    )  # fmt: skip
+    )
     assert ended.returncode == 0 and b"Traceback" not in ended.stderr, ended.stderr[-2000:]
     narrow = ended.stdout.decode().splitlines()
     statuses = [line for line in narrow if line.startswith("status ")]
@@ -225,7 +225,7 @@ def test_texts_of_a_user_are_read_in_the_encodings_of_editors(
 def test_what_is_no_text_is_said_to_be_none(tmp_path: Path, tool: Tool) -> None:
     path = tmp_path / "a.sweep"
     for data, said in ((b"base: \xff\n", "byte 6 is not UTF-8"), ("base:\n".encode("utf-16-le"), "NUL bytes"),
-                       (b"base: X='open\n", "No closing quotation"), (b"", "no row")):  # fmt: skip
+                       (b"base: X='open\n", "No closing quotation"), (b"", "no row")):
         path.write_bytes(data)
         assert said in tool("sweep", path, "--table", status=2)
     assert "Is a directory" in tool("sweep", tmp_path, "--table", status=2)

@@ -23,7 +23,7 @@ FORMS: dict[str, bytes | None] = {  # None: a folder stands in the place of the 
     "UTF-16": "{}".encode("utf-16"), "torn": b'{"losses": {', "twice": b'{"a": 1, "a": 2}', "NUL": b"\0" * 99,
     "an empty object": b"{}", "not finite": b'{"seed": 1e999, "losses": NaN, "limits": -Infinity}',
     "folder": None,
-}  # fmt: skip
+}
 
 
 def put(path: Path, data: bytes | None) -> None:

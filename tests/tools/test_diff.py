@@ -205,7 +205,7 @@ def test_the_comparison_opens_with_its_verdict(tmp_path: Path, tool: Tool) -> No
         (base, new, "_New is better than .*That is significant"),
         (new, base, "_Base is worse than .*That is significant"),
         (base, alike, "not significant"), (base, single, r"cannot be tested: 1 seed against 3"),
-    ):  # fmt: skip
+    ):
         assert re.search(verdict, tool("diff", one, other, "--no-code").splitlines()[0]), verdict
 
 
@@ -242,7 +242,7 @@ def public_folder(folder: Path, gain: float, ttt_lora_lr: str) -> Path:
     for seed, luck, share in ((0, 0.004, 0.66), (42, 0.0, 0.67), (1234, 0.002, 0.67)):
         text = PUBLIC_LOG.format(
             seed=seed, ttt_lora_lr=ttt_lora_lr, lqer="False", train=3.2, float_=1.07 + luck - gain,
-            quantized=1.08 + luck - gain, ttt=1.06 + luck - gain * share)  # fmt: skip
+            quantized=1.08 + luck - gain, ttt=1.06 + luck - gain * share)
         (folder / f"train_seed{seed}.log").write_text(text)
     return folder
 
@@ -310,5 +310,5 @@ def test_names_of_public_scripts_become_ours() -> None:
         ({"ADAM_EPS": "1e-6", "EMBEDDING_DIM": "64", "MODEL_DIM": "64"},
          {"ADAM_EPS": "1e-6", "MODEL_DIM": "64"}),
         ({"EMBEDDING_DIM": "64"}, {"EMBEDDING_DIM": "64"}),
-    ):  # fmt: skip
+    ):
         assert in_our_names(theirs, defaults) == ours

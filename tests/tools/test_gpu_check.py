@@ -22,7 +22,7 @@ SETTINGS: dict[str, object] = {
     "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_BATCH_SIZE": 4, "EVAL_STRIDE": 16,
     "VAL_BATCH_SIZE": 16_384, "TRAIN_BATCH_TOKENS": 512, "ARTIFACT_BYTES_MAX": 1_000_000,
     "OMP_NUM_THREADS": 1,
-}  # fmt: skip
+}
 # A check with arguments, on a card with this fault: exit status and page.
 Checked = Callable[..., tuple[int, str]]
 
@@ -57,7 +57,7 @@ def test_a_card_without_a_fault_passes(checked: Checked, monkeypatch: pytest.Mon
     status, page = checked(gpus=2)
     assert status == 0 and page.startswith(f"# gpu-check: PASS\n\n2 x {CARD}; torch ")
     assert [line.split(",")[0] for line in page.splitlines() if line.startswith("## ")] == [
-        "## kernels: PASS", "## run: PASS", "## ranks: PASS"]  # fmt: skip
+        "## kernels: PASS", "## run: PASS", "## ranks: PASS"]
     assert "| attention | fa3 (chosen) | 0.500 | - |" in page
     assert page.count("| without recurrence | 85.0 | - |") == 2
     assert page.count("| with recurrence | 125.0 | - |") == 2
@@ -75,7 +75,7 @@ def test_a_card_without_a_fault_passes(checked: Checked, monkeypatch: pytest.Mon
     ("graph break", "run", "it ended with status 1: torch._dynamo.exc.Unsupported: Call to `torch"),
     ("recompiles", "run", "graphs or kernels were compiled inside the clock of `evaluate`"),
     ("small reserve", "run", "the reserve is too small: Hessians take 4.80 s, GPTQ_RESERVE_SECONDS="),
-])  # fmt: skip
+])
 def test_a_planted_fault_is_found(fault: str, stage: str, told: str, checked: Checked) -> None:
     status, page = checked("--only", stage, fault=fault)
     assert status == 1 and page.startswith("# gpu-check: FAIL") and f"## {stage}: FAIL" in page

@@ -91,7 +91,7 @@ PREFIXES = {
     "Docker": "trainer-1  | ", "a name": "h100_run: ", "two blanks": "  ",
     "two tools": "[default0]:[05:08:{:02d}] ",
     "colors": "\x1b[36m[rank0]\x1b[0m: ",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dialect", [DIALECT_A, DIALECT_B, OURS])

@@ -11,7 +11,7 @@ import pytest
 from tools.compare.rows import read_lines
 
 EMPTY = ("CONFIG", "NAME", "SEEDS", "RUNS_DIR", "PYTHON", "TEST_WORKERS", "TORCH_VERSIONS",
-         "TORCH_ENVIRONMENTS")  # fmt: skip
+         "TORCH_ENVIRONMENTS")
 
 
 def recipe(repo: Path, target: str, *given: str, **environment: str) -> str:

@@ -118,7 +118,7 @@ def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, refusal: Tool) 
     assert {"caseops.model", "caseops.py", "manifest.json"} <= files
     section = (folder / "README.md").read_text().split("## Data\n")[1].split("\n## ")[0]
     for fact in (manifest["source"], manifest["revision"], manifest["tokenizer"]["sha256"], "1,234 tokens",
-                 "97,512 bytes", "151,080,891", "97,512 in all"):  # fmt: skip
+                 "97,512 bytes", "151,080,891", "97,512 in all"):
         assert fact in section, fact
     tokenizer = folder / "caseops.model"
     tokenizer.write_bytes(tokenizer.read_bytes() + b"x")
@@ -129,7 +129,7 @@ def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, refusal: Tool) 
 
 
 PUBLISHED = {"source": "romeerp/parameter-golf-caseops-v1", "revision": "abc", "train_shards": 80,
-             "dataset": "fineweb10B_sp8192_lossless_caps_caseops_v1_reserved"}  # fmt: skip
+             "dataset": "fineweb10B_sp8192_lossless_caps_caseops_v1_reserved"}
 
 
 def test_the_command_that_gets_the_data() -> None:
@@ -211,7 +211,7 @@ def test_the_first_paragraph_says_what_is_new_with_its_source(
          f"New over {base.name}: `Z_LOSS=0.1` (PaLM, {paper}), a change of the source (`baseline.diff`, +1 −0"
          " lines)."),
         ("Neither", SOURCE, {"Z_LOSS": "0.0"}, f"Nothing but the seeds differs from {base.name}."),
-    ):  # fmt: skip
+    ):
         runs = make_runs(tmp_path / name, 2, 3, source=source, config=config)
         folder = pack(records, runs, "--baseline", str(base), "--blurb", "My idea.", name=name)
         page = (folder / "README.md").read_text()
@@ -235,7 +235,7 @@ def test_the_author_is_named_or_not_invented(tmp_path: Path, tool: Tool) -> None
         ((), "Author: not given."),
         (("--author", "A. Person"), "Author: A. Person."),
         (("--author", "A. Person", "--github-id", "ap"), "Author: A. Person [@ap](https://github.com/ap)."),
-    )):  # fmt: skip
+    )):
         place = ["--records", tmp_path / str(number), "--name", "Own", "--track", "track_own"]
         tool("pack", run, *place, *options)
         (page,) = (tmp_path / str(number)).rglob("README.md")
@@ -424,7 +424,7 @@ def test_the_runs_of_a_record_are_replayed(
     ({"MAX_WALLCLOCK_SECONDS": "60.0"}, {"hardware": {"gpus": [], "cores": 2, "world_size": 1}},
      ["it ran on x86_64 CPU, 2 cores, not on 8 x H100", "track_cpu_60s"]),
     ({}, {"hardware": {"gpus": ["NVIDIA H100 PCIe"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
-])  # fmt: skip
+])
 def test_what_is_no_record_whatever_its_own_limits(
     config: dict, summary: dict, reasons: list[str], tmp_path: Path, refusal: Tool
 ) -> None:
@@ -439,7 +439,7 @@ def test_the_packed_script_alone_is_the_record(lab: Lab) -> None:
     clone = lab.elsewhere("challenge")
     data = shutil.copytree(lab.dataset, clone.folder / "data/datasets/tiny").relative_to(clone.folder)
     settings = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "VAL_TOKENS_LIMIT": 0,
-                "ITERATIONS": 2}  # fmt: skip
+                "ITERATIONS": 2}
     run = clone.succeed(**settings, **SHORT_END)
     folder = pack(clone.folder / "records", [run.directory])
     assert main(["check", str(folder)]) == 0
@@ -481,7 +481,7 @@ def test_the_data_command_needs_nothing_of_ours(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "huggingface_hub.py").write_text(HUB)
     data = {"source": "kevclark/parameter-golf", "dataset": "fineweb10B_sp8192", "revision": "abc",
-            "train_shards": 2, "tokenizer": "fineweb_8192_bpe.model"}  # fmt: skip
+            "train_shards": 2, "tokenizer": "fineweb_8192_bpe.model"}
     command = readme.hub_command(data).replace("python3", shlex.quote(sys.executable))
     subprocess.run(["bash", "-ec", command], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=True)
     fetched = {path.name for path in tmp_path.glob("data/datasets/fineweb10B_sp8192/*")}
@@ -498,7 +498,7 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
     config |= {"EMBED_WD": "0.085", "ADAM_WD": "0.02"}
     run = make_run(tmp_path / "runs" / "a", 1, config=config)
     report = {"sha256": sha256_file(run / "train_gpt.py"), "status": 0, "verdict": "proven",
-              "walls": "WITHOUT WALLS", "passed": [{"law": "endings"}, {"law": "sums"}]}  # fmt: skip
+              "walls": "WITHOUT WALLS", "passed": [{"law": "endings"}, {"law": "sums"}]}
     proof = tmp_path / "proof.json"
     proof.write_text(json.dumps({**report, "sha256": "0" * 64}))
     assert "the proof is for a script" in refusal(run, "--proof", proof)
@@ -519,7 +519,7 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
     pulls = "https://github.com/openai/parameter-golf/pull"
     for told in ("## Compliance", "no network: not proven",
                  f"| `MUON_WD` | – | 0.5 | [#1218]({pulls}/1218), ",
-                 f"| `NUM_LOOPS=2` `LOOP_START=3` `LOOP_END=5` |  | [#1204]({pulls}/1204), "):  # fmt: skip
+                 f"| `NUM_LOOPS=2` `LOOP_START=3` `LOOP_END=5` |  | [#1204]({pulls}/1204), "):
         assert told in page, told
     assert not (folder / "baseline.diff").exists() and main(["check", str(folder)]) == 0
     (folder / "proof.json").write_text(json.dumps({**report, "passed": []}))

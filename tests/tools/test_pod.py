@@ -53,7 +53,7 @@ def test_stages_come_in_order_stop_at_a_failure_and_are_done_once(there: Path) -
     status, out, calls = start(there, "run.sh", FAILS="check", SHARDS="3")
     assert status == 1 and [re.findall(r"fineweb|gpu_check|sweep", call) for call in calls] == [
         ["fineweb"], ["gpu_check"],
-    ]  # fmt: skip
+    ]
     assert "--train-shards 3" in calls[0] and (there / "runs/pod/ended").read_text() == "1\n"
     status, out, calls = start(there, "run.sh", FAILS="seeds", SHARDS="3")
     assert status == 1 and [call.split()[1] for call in calls] == ["benchmarks/gpu_check.py", "-m"]

@@ -85,7 +85,7 @@ def test_closures(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [
     "# see helper.py, which is not read\n", '"""It was made by helper.py."""\n', "helper = 'helper'\n",
     "x = 'a helper.py in words'\n", "x = 1  # don't read 'helper.py'\n", "print('''\nimport helper\n''')\n",
-])  # fmt: skip
+])
 def test_what_only_explains_names_no_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "train_gpt.py").write_text(text)
     (tmp_path / "helper.py").write_text("x = 1\n")
@@ -105,7 +105,7 @@ def _closure_of(folder: Path) -> set[str]:
     "import importlib\nimportlib.import_module('helper')\n",
     "__import__('helper')\n",
     "exec(open('helper.py').read())\n",
-])  # fmt: skip
+])
 @pytest.mark.parametrize("parses", [True, False])
 def test_every_form_of_import_is_followed(text: str, parses: bool, tmp_path: Path) -> None:
     (tmp_path / "train_gpt.py").write_text(text + ("" if parses else "x = (\n"))

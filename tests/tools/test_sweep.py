@@ -278,7 +278,7 @@ def test_a_folder_that_is_named_holds_the_runs_beside_others(
     ("low: ", "low: NEW_THING=1 ", "NEW_THING is not a setting"),
     ("    2 3", "    2 1", "expected each seed once"),
     ("0.035\n", "0.035 \\\n", "its last line ends with a backslash"),
-])  # fmt: skip
+])
 def test_a_file_with_a_mistake_starts_nothing(
     place: Path, capfd: pytest.CaptureFixture[str], before: str, after: str, message: str
 ) -> None:

@@ -50,7 +50,7 @@ def test_a_table_of_all_spans(tmp_path: Path, tool: Tool) -> None:
     ("[1", "not a trace"),
     ('{"traceEvents": 3}', "not a list"),
     ('{"traceEvents": [{"ph": "X", "name": "a", "pid": [1], "tid": 1, "ts": 1, "dur": 1}]}', "no span"),
-])  # fmt: skip
+])
 def test_no_trace(tmp_path: Path, content: str | None, told: str, tool: Tool) -> None:
     if content is not None:
         (tmp_path / "trace_rank0.json").write_text(content)

@@ -132,7 +132,7 @@ def try_it(place: Path, capfd: pytest.CaptureFixture[str]) -> Try:
 @pytest.mark.parametrize(("rate", "word", "status", "why"), [
     ("0.05", KEEP, 0, "it gains; new − base -0.02"), ("0.015", DROP, 1, "it hurts; new − base +0.01"),
     ("0.0251", UNDECIDED, 3, "about "),
-])  # fmt: skip
+])
 @pytest.mark.usefixtures("fast")
 def test_a_planted_change_gets_its_verdict(
     rate: str, word: str, status: int, why: str, try_it: Try, place: Path
@@ -318,7 +318,7 @@ def test_a_killed_try_ends_with_the_same_table(try_it: Try, place: Path) -> None
 def test_the_next_try_knows_what_pairs_can_show_and_what_was_kept(try_it: Try, place: Path) -> None:
     assert "not known yet" in try_it("MATRIX_LR=0.05")[1][2]
     shown = re.search(r"deviation of (0\.00\d+) here \(4 earlier pairs, .* 4 pairs (\S+), 6 pairs (\S+),",
-                      try_it("MATRIX_LR=0.06", "--seeds", "1")[1][2])  # fmt: skip
+                      try_it("MATRIX_LR=0.06", "--seeds", "1")[1][2])
     assert shown is not None and float(shown[3]) < float(shown[2]) < 10 * float(shown[1])
     # Another budget scatters otherwise.
     (place / "longer.env").write_text(BUDGET.replace("ITERATIONS=10", "ITERATIONS=11"))
@@ -399,7 +399,7 @@ def test_what_was_dropped_later_is_not_the_last_one_kept(tmp_path: Path) -> None
     (("MATRIX_LR=0.02", "--runs", "base.py"), "base.py/matrix_lr-0.02"),
     (("TRAIN_BATCH_TOKENS=1024",), "or compare at equal time, with --equal seconds"),
     (("MATRIX_LR=0.02", "--equal", "seconds"), "set MAX_WALLCLOCK_SECONDS=60, and pass the copy"),
-])  # fmt: skip
+])
 def test_what_cannot_be_compared_is_refused_and_leaves_nothing(
     words: Sequence[str], message: str, try_it: Try, place: Path
 ) -> None:

@@ -236,7 +236,7 @@ def test_a_replacement_that_fits_nowhere_is_told_by_name(opened: Opened) -> None
     ("torch.autocast(dev", "torch.autocast(cache_enabled=bool(1), dev", r"uses torch\.autocast"),
     ("import torch\n", "import torch\nfrom absent_kernels import fast_attention\n", "imports absent_kernels"),
     ("import torch\n", "import torch\nthis is no Python\n", "in Python 3"),
-])  # fmt: skip
+])
 def test_what_no_replacement_fits_is_told(opened: Opened, found: str, instead: str, told: str) -> None:
     text = MINIATURE.replace(found, instead, 1)
     if "autocast" in found or "device(" in found:  # one that fits beside one that does not

@@ -23,11 +23,11 @@ OWN = ("your own", "")
 def scored_run(
     path: Path, seed: int = 1, scored_on: tuple[str, str] = OWN, clocks: tuple[float, float] = (12.3, 15.12),
     *, counted: int = TEXT_BYTES, audited: int | None = None, **options: Any,
-) -> Path:  # fmt: skip
+) -> Path:
     """A run that says what it was scored on, as the script does. counted, audited: bytes of the text."""
     kind, name = scored_on
     data = {"val_tokens": TOKENS, "val_bytes": counted, "audited_bytes": audited, "validation": kind,
-            "validation_name": name}  # fmt: skip
+            "validation_name": name}
     spent = dict(zip(("scoring_seconds", "from_artifact_seconds"), clocks, strict=True))
     changes = {"data": data, "eval_clocks": spent, **options.pop("summary_changes", {})}
     run = make_run(path, seed, summary_changes=changes, **options)
@@ -37,7 +37,7 @@ def scored_run(
         f"validation: {kind}{f' ({name})' if name else ''}\n{text}limit:train_seconds 20, no limit\n"
         f"eval_clock: scoring {clocks[0]:.2f} s, from reading the artifact {clocks[1]:.2f} s (reload 0.10 s, "
         "compilation 2.72 s)\n", encoding="utf-8"
-    )  # fmt: skip
+    )
     return run
 
 
@@ -67,7 +67,7 @@ def official(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_log_says_it_all() -> None:
     clocks = "scoring 12.30 s, from reading the artifact 15.12 s (reload 0.10 s, compilation 2.72 s)"
     lines = ["val_loader:shards pattern=x tokens:40 bytes:97", "validation: official (sp8192)",
-             "limit:train_seconds 21.56, no limit", f"eval_clock: {clocks}"]  # fmt: skip
+             "limit:train_seconds 21.56, no limit", f"eval_clock: {clocks}"]
     log = parse_log("\n".join(lines), Path("log.txt"))
     assert log.validation_bytes is not None and log.validation_set is not None
     assert (log.validation_bytes.integer, log.validation_set.value) == (97, "official (sp8192)")
@@ -147,7 +147,7 @@ def test_a_claim_to_the_official_set_has_its_counts(tmp_path: Path, monkeypatch:
     folder = pack(tmp_path / "a", [scored_run(tmp_path / "run", scored_on=OFFICIAL)])
     assert not findings(folder)
     for tokens, text_bytes, said in ((TOKENS + 1, TEXT_BYTES, f"{TOKENS} targets, that set has 40,001"),
-                                     (TOKENS, TEXT_BYTES + 1, f"{TEXT_BYTES} bytes at")):  # fmt: skip
+                                     (TOKENS, TEXT_BYTES + 1, f"{TEXT_BYTES} bytes at")):
         set_official(monkeypatch, sp8192={"targets": tokens, "bytes": text_bytes})
         (found,) = findings(folder)
         assert found.startswith("C1 official (sp8192): ") and said in found
@@ -170,7 +170,7 @@ def test_a_record_of_the_challenge_is_scored_on_its_text(tmp_path: Path, tool: T
     who = ["--author", "A", "--github-id", "a", "--blurb", "B."]
     run = scored_run(tmp_path / "own", **options)
     told = tool("pack", run, *who, "--name", "N", "--records", tmp_path / "r", "--track", "track_10min_16mb",
-                status=2)  # fmt: skip
+                status=2)
     assert "scored on your own validation set" in told
     assert "track_8xh100_10min_16mb" in tool("pack", run, *who, "--name", "N", "--records", tmp_path / "r")
     own = "C1 it was scored on your own validation set, not on the challenge's"
@@ -181,7 +181,7 @@ def test_a_record_of_the_challenge_is_scored_on_its_text(tmp_path: Path, tool: T
 
 
 @pytest.mark.parametrize(("clocks", "level"), [((12.0, 599.0), None), ((580.0, 640.5), Level.WARN),
-                                               ((601.0, 640.5), Level.FAIL)])  # fmt: skip
+                                               ((601.0, 640.5), Level.FAIL)])
 def test_the_accepted_clock_is_judged_and_the_contested_one_told(
     clocks: tuple[float, float], level: Level | None, tmp_path: Path
 ) -> None:
@@ -219,7 +219,7 @@ def test_pages_and_tables_name_the_set_and_both_clocks(tmp_path: Path, tool: Too
     assert "validation" not in tool("runs", older)
     assert [row["validation"] for row in json.loads(tool("runs", tmp_path / "runs", "--json"))] == [
         "official (sp8192)", "your own", None
-    ]  # fmt: skip
+    ]
 
 
 def test_a_folder_of_older_runs_stays_as_it_is(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def experiments(
 def make_lab(
     opened: box.Box, worlds: Worlds, name: str, given: Mapping[str, str], whole: Mapping[str, str],
     left_out: list[str],
-) -> Lab:  # fmt: skip
+) -> Lab:
     """A lab with the settings that only this script has, so that its techniques are on in every lab.
 
     A technique may not run at this size, or not with those that are on here. Then the lab is without it, and
@@ -156,7 +156,7 @@ def configurations(whole: Mapping[str, str]) -> dict[str, dict[str, str]]:
     return {
         "sgd": settings.SGD, "documents": settings.DOCUMENTS, "configured": settings.shrunk(whole),
         "tables": settings.TABLES, "projected tables": settings.PROJECTED_TABLES, "lanes": settings.LANES,
-    }  # fmt: skip
+    }
 
 
 def describe_what_ran(verdict: Verdict, script: Path, opened: box.Box) -> None:

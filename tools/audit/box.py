@@ -142,7 +142,7 @@ class Box:
                 [*prefix, sys.executable, "-B", "-m", "tools.audit.box", str(script), str(folder)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed, text=True, cwd=home,
                 start_new_session=True, env=walls.environment(home, threads),
-            )  # fmt: skip
+            )
         if self._answer(SECONDS_MAX) != 0:
             self.close()
             raise NotChecked(f"{script.name} does not load: {self.last_words()}")
@@ -164,7 +164,7 @@ class Box:
     def run(
         self, settings: Mapping[str, str], data: Path, tokens: np.ndarray, ranks: int = 1,
         by_clock: clock.Clock | None = None,
-    ) -> Run:  # fmt: skip
+    ) -> Run:
         """A run of `main` on a dataset by that many ranks."""
         name = self._next_name()
         environment = {"TOKENIZER_PATH": str(data / "tokenizer.model"), **settings}
@@ -177,7 +177,7 @@ class Box:
         status = self._ask(order)
         run = Run(self.folder / name, status, tokens)
         sizes = {"tokens": len(tokens), "pieces": int(settings.get("VOCAB_SIZE", 0)), "ranks": ranks,
-                 "steps": 0 if settings.get("EVAL_ONLY") else int(settings.get("ITERATIONS", 0))}  # fmt: skip
+                 "steps": 0 if settings.get("EVAL_ONLY") else int(settings.get("ITERATIONS", 0))}
         self.largest = {name: max(size, self.largest[name]) for name, size in sizes.items()}
         for rank in range(ranks):
             self._note(run, rank)
@@ -256,7 +256,7 @@ KEPT = ("HOME", "TMPDIR", "GLOO_SOCKET_IFNAME", "ATEN_CPU_CAPABILITY")
 watched: list[Path] = []  # where attempts to leave the box are noted; none: not now
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {"os.mkdir": 0, "os.remove": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1, "os.chmod": 0,
-           "os.truncate": 0, "shutil.copyfile": 1}  # fmt: skip
+           "os.truncate": 0, "shutil.copyfile": 1}
 
 
 def serve(path: Path, folder: Path) -> None:

@@ -45,7 +45,7 @@ def counted_once(run: Run, world: World, targets: int = 0) -> None:
         said.setdefault(label, []).append((float(loss), float(bits), int(scored), int(count)))
     if set(run.nats) != set(said) or len(run.other_ledgers) != len(ON_THE_WAY.findall(run.log)):
         raise Broken("ledgers", f"{len(run.ledgers)} were summed, expected one for each of {', '.join(said)} "
-                                f"and {len(ON_THE_WAY.findall(run.log))} validations on the way")  # fmt: skip
+                                f"and {len(ON_THE_WAY.findall(run.log))} validations on the way")
     for label, figures in said.items():
         if len(figures) != 2:
             raise Broken("ledgers", f"{label}: {len(figures) - 1} exact lines in the log, expected one")
@@ -121,7 +121,7 @@ def sum_to_one(sums: dict[str, float], where: str, tolerance: float = NORMALIZED
 def same_nats(
     first: Run, second: Run, what: str, tolerance: float = BIT_BY_BIT, begin: int = 0,
     labels: Sequence[str] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """All labels of two runs, or those named, have the same nats from a target on, until a text ends."""
     ended(second)
     for label in first.nats if labels is None else labels:
@@ -163,11 +163,11 @@ def same_seconds(run: Run) -> None:
             raise Broken("clock", f"{line}: {now - before:.0f} s by the auditor's clock")
         before = now
     trained = [(now, float(found[1]) / 1e3) for _, now, line in run.stamps
-               if (found := TRAIN_TIME.search(line)) and line.startswith("step:")]  # fmt: skip
+               if (found := TRAIN_TIME.search(line)) and line.startswith("step:")]
     for (then, said_then), (now, said_now) in itertools.pairwise(trained):
         if abs((said_now - said_then) - (now - then)) > SLACK * tick:
             raise Broken("clock", f"train_time runs from {said_then:.0f} to {said_now:.0f} s, but by the "
-                                  f"auditor's clock {now - then:.0f} s pass")  # fmt: skip
+                                  f"auditor's clock {now - then:.0f} s pass")
 
 
 def limits_told(run: Run) -> dict[str, tuple[float, bool]]:

@@ -72,7 +72,7 @@ class Lab:
     def ask(
         self, ids: np.ndarray, more: Mapping[str, str] = NOTHING, ranks: int = 1,
         by_clock: Clock | None = None, artifact: Path | None = None,
-    ) -> Run:  # fmt: skip
+    ) -> Run:
         """The artifact's scores of a text."""
         world = self.worlds.asks(ids)
         settings = {**self.settings, "EVAL_ONLY": str(artifact or self.artifact), **more}
@@ -168,7 +168,7 @@ def other_endings(lab: Lab, ids: np.ndarray, places: Sequence[int]) -> Iterator[
     for ending in (
         again, np.full(len(ids), PIECES - 1), np.full(len(ids), NEVER_SEEN),
         lab.worlds.train[: len(ids)],
-    ):  # fmt: skip
+    ):
         yield np.where(changes, np.where(ending == BOS_ID, 5, ending), ids)
 
 
@@ -291,7 +291,7 @@ def counts(lab: Lab) -> Iterator[str]:
         lab.worlds.of_texts("spaced", words(3, 4, 60), 320),
         lab.worlds.with_sidecar("sidecar", random_text(8, 300), lab.worlds.short(), more=1),
         lab.worlds.cased(True), lab.worlds.long(30_001),
-    ):  # fmt: skip
+    ):
         same.counted_once(lab.train(world, quick), world)
         yield f"{world.folder.name}: {len(world.tokens) - 1} targets, {world.text_bytes} bytes"
     bare = lab.worlds.cased(False)
@@ -374,12 +374,12 @@ def alone(lab: Lab, run: Run) -> None:
     settings = {
         **lab.settings, "DATA_PATH": "data", "TOKENIZER_PATH": "tokenizer.model", "RUNS_DIR": ".",
         "RUN_ID": "again", "EVAL_ONLY": "model.bin",
-    }  # fmt: skip
+    }
     prefix, _ = walls.around(folder, [], [lab.box.folder.parent])
     done = subprocess.run(
         [*prefix, sys.executable, "-B", "train_gpt.py"], cwd=folder, capture_output=True, text=True,
         check=False, env={**walls.environment(folder), **settings},
-    )  # fmt: skip
+    )
     if done.returncode:
         raise Broken("alone", done.stderr.strip()[-300:])
     scores = json.loads((folder / "again" / "summary.json").read_text())["losses"]
@@ -443,7 +443,7 @@ def read_between(run: Run, first: str, second: str) -> int:
 def clock_of_training(lab: Lab) -> Iterator[str]:
     world = lab.worlds.short()
     by_time = {"MAX_WALLCLOCK_SECONDS": str(LIMIT), "ITERATIONS": "2000", "VAL_LOSS_EVERY": "0",
-               "GPTQ_RESERVE_SECONDS": "100", "TRAIN_LOG_EVERY": "1"}  # fmt: skip
+               "GPTQ_RESERVE_SECONDS": "100", "TRAIN_LOG_EVERY": "1"}
     run = lab.train(world, by_time, by_clock=Clock())
     same.counted_once(run, world)
     same.same_seconds(run)

@@ -112,7 +112,7 @@ def replayed(folder: Path, documents: int | None, seed: int | None, say: Callabl
         "replay": run.path.name, "sha256": sha256_file(run.path / "train_gpt.py"),
         "artifact_sha256": sha256_file(run.path / ARTIFACT), "settings_sha256": settings_sha256(settings),
         "seed": seed,
-    })  # fmt: skip
+    })
     say(f"  documents drawn with seed {seed}")
     with tempfile.TemporaryDirectory(prefix="replay_") as scratch:
         place = Path(scratch).resolve()
@@ -262,7 +262,7 @@ class Again:
             **ON_CPU, "COMPUTE_DTYPE": original.dtype, "VAL_BATCH_SIZE": str(16 * original.context),
             "TTT_BATCH_SIZE": str(rows), "MAX_EVAL_SECONDS": AMPLE_SECONDS if modes else "0",
             "EVAL_ONLY": str(folder / ARTIFACT), **more,
-        }  # fmt: skip
+        }
         run = self.opened.run(settings, folder, world.tokens)
         same.ended(run)
         return run
@@ -310,7 +310,7 @@ class Again:
         index = np.append(np.concatenate(parts), -1)
         counts = original.counts
         return Text(np.where(index < 0, BOS_ID, original.tokens[index]),
-                    None if counts is None else np.where(index < 0, 0, counts[index]), place_of)  # fmt: skip
+                    None if counts is None else np.where(index < 0, 0, counts[index]), place_of)
 
     def questions(self, labels: Sequence[str], chosen: list[int]) -> Iterator[Question]:
         """All that is asked of the documents that were chosen."""
@@ -366,10 +366,10 @@ class Again:
         if not each.max() <= limit:
             worst = question.documents[int(each.argmax())]
             raise Broken("replay", f"{label}: document {worst} differs by {each.max():.1e} nats per target, "
-                                   f"expected at most {limit:.0e}")  # fmt: skip
+                                   f"expected at most {limit:.0e}")
         mean = apart.sum() / sizes.sum()
         found = (f"{label}: {len(sizes)} documents of {sizes.sum()} targets scored again: the largest "
-                 f"difference is {each.max():.1e} nats per target, the mean {abs(mean):.1e}")  # fmt: skip
+                 f"difference is {each.max():.1e} nats per target, the mean {abs(mean):.1e}")
         if exact:
             return found
         if sizes.sum() < TOKENS and len(sizes) < len(original.begins) - 1:

@@ -22,14 +22,14 @@ TINY = {
     "ROPE_TRAIN_SEQ_LEN": "8", "TRAIN_BATCH_TOKENS": "64", "MICRO_BATCH_TOKENS": "64",
     "VAL_BATCH_SIZE": "1024", "EVAL_STRIDE": "8", "TTT_CHUNK_TOKENS": "32", "TTT_LR": "0.3",
     "TTT_EPOCHS": "2", "TTT_BATCH_SEQS": "2",
-}  # fmt: skip
+}
 # All weights learn from the text, or adapters learn from a document: of one chunk and of several, longer and
 # shorter than the context, in batches of several.
 SGD = {**TINY, "TTT_MODE": "sgd"}
 LORA = {
     "TTT_MODE": "lora", "EVAL_STRIDE": "0", "TTT_LORA_RANK": "2", "TTT_LORA_ALPHA": "2",
     "TTT_LORA_LR": "0.01", "TTT_CHUNK_SIZE": "8", "TTT_BATCH_SIZE": "3",
-}  # fmt: skip
+}
 DOCUMENTS = {**TINY, **LORA}
 # Features that the defaults have not.
 TABLES = {
@@ -37,29 +37,29 @@ TABLES = {
     "VE_LAYERS": "1", "CHANNEL_SMEAR_ENABLED": "1", "SPARSE_ATTN_GATE_ENABLED": "0", "PARALLEL_MODE": "gptj",
     "PARALLEL_START_LAYER": "1", "LOGIT_SOFTCAP": "0", "ROPE_TRAIN_SEQ_LEN": "0", "VAL_PREFETCH": "0",
     "TTT_BATCH_SIZE": "0", "TTT_LORA_TARGETS": "q",
-}  # fmt: skip
+}
 PROJECTED_TABLES = {
     **SGD, "NUM_LAYERS": "1", "BIGRAM_VOCAB_SIZE": "16", "BIGRAM_DIM": "4", "VE_ENABLED": "1", "VE_DIM": "4",
     "VE_LAYERS": "0", "TIE_EMBEDDINGS": "0", "DOC_MASK": "0", "MUON_MOMENTUM_WARMUP_FRAC": "0",
     "TRELLIS": "0", "COLUMN_STEPS": "0",
     # At 0.3, SGD on a tied head makes 8e-4 nats of the rounding between one rank and two; at 0.1 it is 2e-6.
     "TTT_LR": "0.1",
-}  # fmt: skip
+}
 LANES = {
     **DOCUMENTS, "PARALLEL_MODE": "lanes", "PARALLEL_START_LAYER": "1", "NUM_LOOPS": "1", "LOOP_START": "0",
     "LOOP_END": "0", "TTT_LORA_TARGETS": "head",
-}  # fmt: skip
+}
 # A run: a few steps at rates that move every weight far from its start, with validation on the way.
 RUN = {
     "MAX_WALLCLOCK_SECONDS": "0", "WARMUP_STEPS": "0", "GPTQ_CALIBRATION_BATCHES": "2", "TRAIN_PREFETCH": "0",
     "ITERATIONS": "24", "VAL_LOSS_EVERY": "8", "WARMDOWN_ITERS": "4", "MATRIX_LR": "0.2", "EMBED_LR": "0.5",
     "TIED_EMBED_LR": "0.3", "HEAD_LR": "0.3", "SCALAR_LR": "0.3",
-}  # fmt: skip
+}
 FEWER_STEPS = {"ITERATIONS": "12", "VAL_LOSS_EVERY": "6"}  # of a model with many layers
 NO_LEARNING = {"TTT_ENABLED": "0", "EVAL_STRIDE": "0"}  # the round trip is the only score
 # Where nothing of a user's run is read or written, whatever the settings say.
 PRIVATE = ("DATA_PATH", "TOKENIZER_PATH", "RUN_ID", "RUNS_DIR", "RESUME", "EVAL_ONLY", "VAL_TOKENS_LIMIT",
-           "TRACE_STEPS", "PROFILE_STEPS", "CPU_THREADS", "SAVE_FLOAT")  # fmt: skip
+           "TRACE_STEPS", "PROFILE_STEPS", "CPU_THREADS", "SAVE_FLOAT")
 
 # The settings of our own script. One that is not here is a technique of the script under audit.
 OURS = frozenset("""
@@ -126,7 +126,7 @@ def _lengths(whole: Mapping[str, str]) -> dict[str, str]:
         "TRAIN_SEQ_LEN": str(short), "EVAL_SEQ_LEN": str(context if evaluated else 0),
         "EVAL_STRIDE": str(context // 2), "TTT_CHUNK_TOKENS": str(2 * context),
         "TTT_CHUNK_SIZE": str(context // 2), "ROPE_TRAIN_SEQ_LEN": "0",
-    }  # fmt: skip
+    }
     if stride in (0, evaluated or train):
         small["EVAL_STRIDE"] = str(min(stride, context))
     if rope >= (evaluated or train):
@@ -144,4 +144,4 @@ def _batches(whole: Mapping[str, str]) -> dict[str, str]:
         "VAL_BATCH_SIZE": str(8 * tokens), "TTT_BATCH_SEQS": str(min(int(whole["TTT_BATCH_SEQS"]), 2)),
         "TTT_BATCH_SIZE": str(min(int(whole.get("TTT_BATCH_SIZE", 0)) or 3, 3)),
         "TTT_LORA_RANK": str(min(int(whole.get("TTT_LORA_RANK", 2)), 2)),
-    }  # fmt: skip
+    }

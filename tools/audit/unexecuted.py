@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 MARKS = "__ran__"  # the name of the marks in the script
 ROOTS = ("evaluate", "rehearse_evaluation", "collect_hessians", "write_artifact", "load_artifact",
-         "read_validation", "token_bytes", "Ledger")  # fmt: skip
+         "read_validation", "token_bytes", "Ledger")
 # Functions whose own branches count, and not all that they call: what they do besides scoring is checks.
 # So do the order of the training data, and the clocks and limits of a run.
 ALONE = ("whole_run", "train_and_ship", "train", "train_step", "end_training", "validate",
          "calibration_batches", "ready_model", "Loader.next_batch", "Loader._stage", "Loader._sequences",
          "Loader._stage_batch", "Loader._read", "shard_visits", "permutation", "Training.seconds",
-         "run_progress", "log_limit", "summarize")  # fmt: skip
+         "run_progress", "log_limit", "summarize")
 
 
 @dataclass(frozen=True)

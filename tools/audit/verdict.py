@@ -47,7 +47,7 @@ class Verdict:
         """For a file."""
         return {**self.subject, "only": self.only, "status": self.status, "verdict": str(self),
                 "walls": self.walls, "passed": self.passed, "left_out": self.left_out,
-                "not_run": self.not_run, "largest": self.largest}  # fmt: skip
+                "not_run": self.not_run, "largest": self.largest}
 
     @contextlib.contextmanager
     def judging(self) -> Iterator[None]:

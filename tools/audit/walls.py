@@ -21,7 +21,7 @@ from pathlib import Path
 from tools import REPO
 
 OUTER = ["unshare", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--fork", "--kill-child",
-         "--mount-proc", "--"]  # fmt: skip
+         "--mount-proc", "--"]
 INNER = ["unshare", "--map-root-user", "--mount", "--"]
 NONE = ("WITHOUT WALLS: this system has no user namespaces, so the script could read and write what you"
         " can, and reach the network; run it on Linux with user namespaces, or on a machine that holds"
@@ -42,7 +42,7 @@ def environment(home: Path, threads: int = 1) -> dict[str, str]:
     return kept | {
         "PYTHONPATH": str(REPO), "HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": str(threads),
         "GOMP_SPINCOUNT": "0", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+    }
 
 
 def around(writable: Path, readable: Sequence[Path], hidden: Sequence[Path] = ()) -> tuple[list[str], str]:
@@ -69,7 +69,7 @@ def starts(prefix: Sequence[str], home: Path) -> bool:
         return False
     try:
         done = subprocess.run([*prefix, "true"], capture_output=True, timeout=60, check=False,
-                              env=environment(home), cwd="/")  # fmt: skip
+                              env=environment(home), cwd="/")
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
@@ -138,7 +138,7 @@ def set_read_only(place: Path, read_only: bool, flags: int = 0) -> None:
     here = ctypes.c_long(-100)  # AT_FDCWD
     done = ctypes.CDLL(None, use_errno=True).syscall(
         ctypes.c_long(MOUNT_SETATTR), here, bytes(place), ctypes.c_long(flags), attributes,
-        ctypes.c_long(len(attributes)))  # fmt: skip
+        ctypes.c_long(len(attributes)))
     if done != 0:
         raise OSError(ctypes.get_errno(), f"mount_setattr {place}")
 

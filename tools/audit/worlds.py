@@ -39,7 +39,7 @@ class World(NamedTuple):
 def write(
     folder: Path, val: np.ndarray, tokenizer: bytes = b"", train: Sequence[np.ndarray] = (),
     counts: np.ndarray | None = None,
-) -> World:  # fmt: skip
+) -> World:
     """A data set in a folder. train: a shard each. counts: bytes of each token, if a sidecar says them."""
     folder.mkdir(parents=True, exist_ok=True)
     val = val.astype(np.uint16)
@@ -71,7 +71,7 @@ def tokenizer(texts: Sequence[str], kind: str, size: int, **named: Any) -> bytes
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_writer=model, model_type=kind, vocab_size=size, unk_id=UNKNOWN,
         bos_id=BOS_ID, eos_id=NEVER_SEEN, num_threads=1, minloglevel=2, **named,
-    )  # fmt: skip
+    )
     return model.getvalue()
 
 

@@ -121,7 +121,7 @@ def refuse_other_settings(directory: Path, row: Row, seed: str) -> None:
     if differs:
         got = ", ".join(f"{name}={written[name]}, not {wanted[name]}" for name in differs)
         raise RecordError(f"{directory} was started with other settings ({got}); give the row another name, "
-                          "or move that directory away")  # fmt: skip
+                          "or move that directory away")
 
 
 def refuse_other_script(directory: Path, row: Row) -> None:
@@ -137,7 +137,7 @@ def refuse_other_script(directory: Path, row: Row) -> None:
     if not same_program(then, now):
         raise RecordError(f"{directory} is a run of another version of {current}; give the row another name "
                           "(make seeds: another NAME), move that directory away, or keep its version with "
-                          f"script={shlex.quote(str(kept))} in the row")  # fmt: skip
+                          f"script={shlex.quote(str(kept))} in the row")
 
 
 def refuse_other_artifact(directory: Path, trained: Path | None) -> None:
@@ -150,7 +150,7 @@ def refuse_other_artifact(directory: Path, trained: Path | None) -> None:
     scored = mapping(required_object(directory / SUMMARY), "artifact").get("sha256")
     if scored and scored != sha256_file(trained / ARTIFACT):
         raise RecordError(f"{directory} has scored another {ARTIFACT} than {trained} has now; move that "
-                          "directory away, and the sweep scores the new one")  # fmt: skip
+                          "directory away, and the sweep scores the new one")
 
 
 def keep_aside(directory: Path) -> None:

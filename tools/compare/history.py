@@ -80,12 +80,12 @@ class Spread:
         known = self.typical()
         if known is None:
             return ("how small a difference this budget can show on this machine is not known yet: the first "
-                    "pairs will measure it")  # fmt: skip
+                    "pairs will measure it")
         spread, pairs = known
         sizes = ", ".join(f"{count} pairs {size:.4f}" for count, size in resolution(spread).items())
         here = f"{spread:.4f} here ({pairs} earlier pairs, median over tries)"
         return (f"differences have a standard deviation of {here}, so the smallest mean difference that a "
-                f"try can show is, with {sizes}")  # fmt: skip
+                f"try can show is, with {sizes}")
 
     def add(self, name: str, differences: Sequence[float]) -> None:
         """Keep the differences of a try, and replace those that it had; others may be adding theirs."""
@@ -144,7 +144,7 @@ def last_keep(runs: Path) -> dict[str, Any] | None:
     entry = kept[-1]
     if not isinstance(entry.get("settings"), dict) or not (runs / str(entry.get("name"))).is_dir():
         raise RecordError(f"{runs / VERDICTS}: the last try kept is {entry.get('name')}, whose folder or "
-                          "settings are gone; name another --base")  # fmt: skip
+                          "settings are gone; name another --base")
     return entry
 
 

@@ -24,7 +24,7 @@ SCORING_SECTION = "EVALUATION"
 SCORING_ELSEWHERE = ("open_shards", "read_tokens", "read_validation", "whole_run", "summarize")
 # Settings that are the budget or the judge of a comparison, and so the same on both sides.
 SHARED = ("ITERATIONS", "MAX_WALLCLOCK_SECONDS", "MAX_EVAL_SECONDS", "ARTIFACT_BYTES_MAX", "VAL_TOKENS_LIMIT",
-          "TTT_ENABLED", "DEVICE", "CPU_THREADS", "COMPUTE_DTYPE", "COMPILE")  # fmt: skip
+          "TTT_ENABLED", "DEVICE", "CPU_THREADS", "COMPUTE_DTYPE", "COMPILE")
 
 
 def scoring_code(script: Path) -> dict[str, str]:
@@ -35,7 +35,7 @@ def scoring_code(script: Path) -> dict[str, str]:
     names = [banner[1] for banner in banners]
     if SCORING_SECTION not in names[:-1]:
         raise RecordError(f"{script} has no section {SCORING_SECTION} between lines of =, so try cannot see "
-                          "whether both sides score in the same way; compare them with sweep")  # fmt: skip
+                          "whether both sides score in the same way; compare them with sweep")
     place = names.index(SCORING_SECTION)
     found = {}
     for statement in ast.parse(source).body:

@@ -56,10 +56,10 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs = os.environ.get("RUNS_DIR") or "runs"
     parser.add_argument("folders", type=Path, nargs="*", default=[Path(runs)], metavar="FOLDER",
-                        help=f"run directories, or folders that hold them (default: {runs})")  # fmt: skip
+                        help=f"run directories, or folders that hold them (default: {runs})")
     parser.add_argument("--sort", choices=SORT_KEYS, default="name", help="the column to sort by")
     parser.add_argument("--where", action="append", default=[], metavar="NAME=VALUE",
-                        help="only runs with this setting; may be given several times")  # fmt: skip
+                        help="only runs with this setting; may be given several times")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
@@ -130,7 +130,7 @@ def read_row(path: Path) -> Row:
         path, settings, seed, log.steps_done, log.step_ms, stage_scores(log),
         size if isinstance(size, int) else None, damage or status(path, summary, log),
         validation_set(summary, log), text_of(summary, log), log.unlearned is not None,
-    )  # fmt: skip
+    )
 
 
 def status(path: Path, summary: dict[str, Any], log: RunLog) -> str:
@@ -224,4 +224,4 @@ def as_json(row: Row) -> dict[str, Any]:
     scores = {STAGE_HEADS[stage]: score for stage, score in row.scores.items()}
     return {"run": str(row.path), "seed": row.seed, "steps": row.steps, "ms": row.ms, "val_bpb": row.val_bpb,
             "scores": scores, "bytes": row.bytes, "validation": row.validation or None,
-            "status": row.status, "settings": row.settings}  # fmt: skip
+            "status": row.status, "settings": row.settings}

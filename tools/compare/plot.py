@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#4b5563")
 CAUSE_COLORS = {"start": "#9333ea", "shard": "#dc2626", "validation": "#059669", "other": "#6b7280"}
 CAUSE_NAMES = {"start": "at the start", "shard": "waiting for data", "validation": "after a validation",
-               "other": "cause unknown"}  # fmt: skip
+               "other": "cause unknown"}
 LOOK = {
     "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#9ca3af", "axes.grid": True,
     "grid.color": "#e5e7eb", "axes.axisbelow": True, "legend.framealpha": 0.85, "legend.edgecolor": "white",
     "xtick.color": "#374151", "ytick.color": "#374151", "figure.facecolor": "white",
-}  # fmt: skip
+}
 BINS = 40
 TITLED_MAX = 6  # runs that the title names
 SCORE_NAMES = {1: "round trip", 2: "sliding window", 3: "test-time training"}  # of `Final.rank`
@@ -50,7 +50,7 @@ INCHES = (7.0, 4.6)  # of a panel
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
-                        help="run directories or records folders; of two, the first is the base")  # fmt: skip
+                        help="run directories or records folders; of two, the first is the base")
     parser.add_argument(
         "--out", type=Path, help="PNG or SVG file (default: plot.png in the first run directory)"
     )
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print step-time statistics as JSON")
     parser.add_argument("--follow", action="store_true", help="redraw until all runs have finished")
     parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS",
-                        help="how often --follow redraws (default: 10)")  # fmt: skip
+                        help="how often --follow redraws (default: 10)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -324,7 +324,7 @@ def _name_scores(axes: Axes, finals: Sequence[Final]) -> None:
         heights.append(heights[0] + apart)
     for text, height in zip(texts, heights, strict=True):
         axes.annotate(text, (1.01, height), xycoords=("axes fraction", "data"), va="center", fontsize=10,
-                      annotation_clip=False)  # fmt: skip
+                      annotation_clip=False)
 
 
 def _draw_bits(axes: Axes, runs: Sequence[Colored], axis: str) -> None:

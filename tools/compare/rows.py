@@ -58,7 +58,7 @@ def config_class(script: Path | None) -> Any:
     # One that is not ours is not executed.
     if "\nclass Config(" not in script.read_text(encoding="utf-8", errors="replace"):
         raise RecordError(f"{script} has no class Config, so it is not a version of this repository's "
-                          "train_gpt.py; benchmarks/beside.py runs other people's scripts")  # fmt: skip
+                          "train_gpt.py; benchmarks/beside.py runs other people's scripts")
     try:
         return load_script(script).Config
     except Exception as error:  # whatever that version raises
@@ -139,7 +139,7 @@ def pairs(place: str, words: Sequence[str]) -> dict[str, str]:
             raise RecordError(f"{place}: {word!r} is not SETTING=VALUE")
         if variable in SET_BY_THE_DRIVER:
             raise RecordError(f"{place}: {variable} is set automatically for each run; for seeds, try has "
-                              "--seeds, and a sweep its line `seeds:`")  # fmt: skip
+                              "--seeds, and a sweep its line `seeds:`")
         if variable in found:
             raise RecordError(f"{place}: {variable} is given twice, as {found[variable]!r} and {value!r}")
         found[variable] = value
@@ -149,7 +149,7 @@ def pairs(place: str, words: Sequence[str]) -> dict[str, str]:
 def read_row(
     path: Path, name: str, given: Mapping[str, str], start: list[str], above: Mapping[str, Row],
     environ: Mapping[str, str],
-) -> Row:  # fmt: skip
+) -> Row:
     """One row of the file; above: the rows before it. RecordError for a name that is not a setting."""
     of = given.get("of", "")
     if of and of not in above:

@@ -106,7 +106,7 @@ def refuse_unread_repository() -> None:
             return
         reason = " ".join(done.stderr.decode("utf-8", "replace").split())
     raise RecordError(f"git does not read the repository {REPO}: {reason}. Without git, name what to compare "
-                      "with: --base old.py, or --base train_gpt.py to try a setting alone")  # fmt: skip
+                      "with: --base old.py, or --base train_gpt.py to try a setting alone")
 
 
 def lines_of_git(*arguments: str) -> list[str]:
@@ -120,7 +120,7 @@ def commit_side(ref: str, origin: str) -> Side:
     if source is None:
         refuse_unread_repository()
         raise RecordError(f"--base {ref}: expected a script, the folder of a record or run, or a commit "
-                          f"with a {SCRIPT.name}")  # fmt: skip
+                          f"with a {SCRIPT.name}")
     return Side(source, {}, origin)
 
 
@@ -186,7 +186,7 @@ def budget_of(path: Path, equal: str) -> Budget:
         return Budget(settings, unused)
     if limit in ("0", "0.0"):
         raise RecordError(f"--equal seconds gives both sides a time limit, and {path} has none: copy it, "
-                          "set MAX_WALLCLOCK_SECONDS=60, and pass the copy with --config")  # fmt: skip
+                          "set MAX_WALLCLOCK_SECONDS=60, and pass the copy with --config")
     # Where runs end after so many steps, a change that makes steps longer would lose nothing by it.
     settings["ITERATIONS"] = Config().as_env()["ITERATIONS"]  # over that of the shell
     steps = os.environ.get("ITERATIONS")

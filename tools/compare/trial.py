@@ -94,23 +94,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="REF|SCRIPT|FOLDER",
                         help="a commit, a script, the folder of a record or run, or "
                         f"`{LAST_KEEP}`: the last try that was kept (default: where the branch left "
-                        "main)")  # fmt: skip
+                        "main)")
     parser.add_argument("--script", type=Path, default=SCRIPT, help="your script (default: train_gpt.py)")
     parser.add_argument("--config", type=Path, metavar="FILE",
-                        help="the budget: settings of both sides (default: configs/cpu_try.env)")  # fmt: skip
+                        help="the budget: settings of both sides (default: configs/cpu_try.env)")
     parser.add_argument("--seeds", type=int, default=8, metavar="N",
-                        help=f"the most pairs to train, up to {MOST_PAIRS} (default: 8)")  # fmt: skip
+                        help=f"the most pairs to train, up to {MOST_PAIRS} (default: 8)")
     parser.add_argument("--equal", choices=("steps", "seconds"), default="steps",
                         help="what both sides get the same of: the budget's ITERATIONS, or its "
-                        "MAX_WALLCLOCK_SECONDS (default: steps)")  # fmt: skip
+                        "MAX_WALLCLOCK_SECONDS (default: steps)")
     parser.add_argument("--useful", type=float, default=0.005, metavar="BPB",
-                        help="smallest gain worth keeping, in bits per byte (default: 0.005)")  # fmt: skip
+                        help="smallest gain worth keeping, in bits per byte (default: 0.005)")
     parser.add_argument("--start", default=shlex.quote(sys.executable), metavar="COMMAND",
                         help="the command that starts a script, such as "
-                        "'torchrun --standalone --nproc_per_node=8' (default: this Python)")  # fmt: skip
+                        "'torchrun --standalone --nproc_per_node=8' (default: this Python)")
     runs = os.environ.get("RUNS_DIR") or "runs"
     parser.add_argument("--runs", type=Path, default=Path(runs) / "try",
-                        help=f"folder for tries (default: {runs}/try)")  # fmt: skip
+                        help=f"folder for tries (default: {runs}/try)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         hint = f" ({of_both} of the shell is for both sides: write it after try)" if of_both else ""
         raise RecordError(f"both sides are the same: {args.script} is the script of {base.origin}, and no "
                           f"setting differs{hint}; edit it, add SETTING=VALUE, or name another --base"
-        )  # fmt: skip
+        )
     given = budget_of(args.config or Path(os.environ.get("CONFIG") or BUDGET), args.equal)
     budget = given.settings
     make_sample(budget)
@@ -161,11 +161,11 @@ def run(args: argparse.Namespace) -> int:
         history.append(
             args.runs, name=folder.name, settings=new.settings, base=base.origin, pairs=len(pairs),
             difference=change.difference, p=change.p, verdict=outcome.word, why=outcome.why,
-        )  # fmt: skip
+        )
     except (DataError, RecordError) as error:  # hours of runs are not to end without their verdict
         print(f"note: this verdict is not in the history of tries: {error}")
     print(f"tries with a verdict today: {history.tries_of_today(args.runs)}; of changes that do nothing, "
-          "about one in 20 gets a wrong verdict")  # fmt: skip
+          "about one in 20 gets a wrong verdict")
     print(last_line(pairs, outcome))
     return EXIT[outcome.word]
 
@@ -184,7 +184,7 @@ def start_of(command: str) -> list[str]:
         raise RecordError(f"--start {command}: {error}") from error
     if not words or shutil.which(words[0]) is None:
         raise RecordError(f"--start {shlex.quote(command)}: no such program; expected what starts a script, "
-                          "such as 'torchrun --standalone --nproc_per_node=8'")  # fmt: skip
+                          "such as 'torchrun --standalone --nproc_per_node=8'")
     return words
 
 
@@ -246,7 +246,7 @@ def refuse_unshared(settings: Mapping[str, str], script: Path, origin: str) -> N
     for name, value in settings_of_shell(os.environ, script).items():
         if name != "CONFIG" and name not in settings:
             raise RecordError(f"{name}={value} of the shell is a setting that only {origin} has; unset it, "
-                              f"and for your own side write it after try: {name}={value}")  # fmt: skip
+                              f"and for your own side write it after try: {name}={value}")
 
 
 def refuse_unlike(base: Row, new: Row) -> None:
@@ -267,7 +267,7 @@ def refuse_unlike(base: Row, new: Row) -> None:
         tokens = any(change.startswith("TRAIN_BATCH_TOKENS") for change in changed)
         instead = "; or compare at equal time, with --equal seconds" if tokens else ""
         raise RecordError(f"{'; '.join(changed)}: budget and scoring must be the same on both sides; set it "
-                          f"for both with --config, or in the shell{instead}")  # fmt: skip
+                          f"for both with --config, or in the shell{instead}")
     changed = judge.data_changes(*configs)
     if changed:
         raise RecordError(
@@ -302,15 +302,15 @@ def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, use
         if pair.stage != pairs[0].stage:
             raise RecordError(f"{folder}: the last score of both sides is after {pairs[0].stage} with seed "
                               f"{pairs[0].seed}, and after {pair.stage} with seed {seed}: pairs of two kinds "
-                              "are not one series; raise MAX_EVAL_SECONDS of the budget")  # fmt: skip
+                              "are not one series; raise MAX_EVAL_SECONDS of the budget")
         runs = [directory_of(folder, name, pair.seed) for pair in pairs for name in rows]
         unlike = unlike_conditions(runs)
         if unlike:
             raise RecordError(f"{folder}: its runs were made under different conditions ({unlike}); move it "
-                              "away and start again")  # fmt: skip
+                              "away and start again")
         base_bpb, new_bpb = pair.base.scores[pair.stage], pair.new.scores[pair.stage]
         print(f"seed {seed}: base {base_bpb:.5f}, new {new_bpb:.5f}, difference {pair.difference:+.5f}",
-              file=sys.stderr, flush=True)  # fmt: skip
+              file=sys.stderr, flush=True)
         differences = [pair.difference for pair in pairs]
         is_idle = len(pairs) >= FIRST_LOOK and not any(differences)
         if is_idle or verdict(differences, useful).word != UNDECIDED:
@@ -319,7 +319,7 @@ def train_pairs(rows: Mapping[str, Row], seeds: Sequence[str], folder: Path, use
         if says_how_long and left and not any(had):
             seconds = time.monotonic() - begin
             print(f"this pair took {seconds:.0f} s; {left} more would take {left * seconds / 60:.1f} minutes",
-                  file=sys.stderr, flush=True)  # fmt: skip
+                  file=sys.stderr, flush=True)
             says_how_long = False
     return pairs
 
@@ -328,7 +328,7 @@ def next_step(directory: Path) -> str:
     """What to do about a run that failed, or that finished over a limit."""
     if is_finished(directory):
         return ("raise that limit for both sides, in the budget (--config) or in the shell, or change what "
-                "exceeds it: either is a new try")  # fmt: skip
+                "exceeds it: either is a new try")
     where = "its log.txt says more" if (directory / LOG).is_file() else "the lines above say why"
     return f"{where}. Start the try again to continue from there"
 
@@ -344,7 +344,7 @@ def read_pair(folder: Path, seed: str) -> Pair:
     counted = [judge.scored_text(directory, stages[-1]) for directory in (base, new)]
     if counted[0] != counted[1]:
         raise RecordError(f"{base} and {new} did not score the same text ({' against '.join(counted)}): the "
-                          "change reaches the scoring, and their difference says nothing")  # fmt: skip
+                          "change reaches the scoring, and their difference says nothing")
     return Pair(seed, overview.read_row(base), overview.read_row(new), stages[-1])
 
 
@@ -385,11 +385,11 @@ def remarks(pairs: Sequence[Pair], folder: Path, outcome: Verdict, equal: str) -
     if all(base is not None and base == new for base, new in trained):
         lines.append("note: with each seed both sides score the same before quantization, so your change did "
                      "nothing in training; if it should have, is something that it needs off in this budget?"
-                     )  # fmt: skip
+                     )
     stopped = [row.path.name for pair in pairs for row in (pair.base, pair.new) if row.stopped_learning]
     if stopped:
         lines.append(f"note: the clock ended test-time training early in {', '.join(stopped)}: raise "
-                     "MAX_EVAL_SECONDS, or a busy machine changes scores")  # fmt: skip
+                     "MAX_EVAL_SECONDS, or a busy machine changes scores")
     if outcome.interval is not None:
         low, high = outcome.interval
         lines.append(f"interval that holds at every look (p < {LOOK_P} each): {low:+.5f} to {high:+.5f}")

@@ -96,7 +96,7 @@ def stage_means(results: Sequence[Mapping[str, Any]]) -> dict[str, float | None]
     pre_ttt = after if windows is None else windows
     gain = pre_ttt - ttt if pre_ttt is not None and ttt is not None else None
     return {"pre_quant_val_bpb": before, "post_quant_val_bpb": after, "pre_ttt_val_bpb": pre_ttt,
-            "ttt_gain_bpb": _rounded(gain, 8)}  # fmt: skip
+            "ttt_gain_bpb": _rounded(gain, 8)}
 
 
 def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def proof_facts(report: Mapping[str, Any] | None, sha256: str) -> dict[str, Any]
         return older_proof_facts(report)
     entries = report.get("passed")
     passed = {str(entry.get("law")) for entry in entries if isinstance(entry, Mapping)} \
-        if isinstance(entries, list) else set()  # fmt: skip
+        if isinstance(entries, list) else set()
     asked = report.get("status") is not None
     proven = report.get("status") == 0
     has_walls = str(report.get("walls")).startswith("no network")

@@ -48,7 +48,7 @@ PROSE_SUFFIXES = (".md", ".txt", ".html")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
 CASEOPS = "caseops.py"  # the transform of the text, where the tokenizer has case marks
 JSON_WORDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false",
-              type(None): "null"}  # fmt: skip
+              type(None): "null"}
 FORMAT = "records/4"  # value of submission.json's `format` in folders that `pack` writes and `check` derives
 
 

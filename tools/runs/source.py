@@ -225,7 +225,7 @@ def remove_docstring(node: ast.AST) -> None:
 PLAIN_TYPES = (
     ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.BinOp, ast.BitOr,
     ast.expr_context,
-)  # fmt: skip
+)
 
 
 # Decorators that read no types, as train_gpt.py has them.

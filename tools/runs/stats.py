@@ -186,14 +186,14 @@ class Comparison:
         found = self.difference
         low, high = found.interval or (None, None)
         tests = {name: asdict(test) if test else None
-                 for name, test in (("frontier", self.frontier), ("margin", self.margin))}  # fmt: skip
+                 for name, test in (("frontier", self.frontier), ("margin", self.margin))}
         return {
             "seeds_new": found.seeds_new, "seeds_base": found.seeds_base,
             "bpb_new": self.bpb_new, "bpb_base": self.bpb_base,
             "difference_bpb": found.difference, "difference_nats_per_token": self.nats_per_token,
             "test": found.test, "interval_low": low, "interval_high": high, "p_two_sided": found.p,
             **tests, "meets_frontier": self.meets_frontier, "meets_margin": self.meets_margin,
-        }  # fmt: skip
+        }
 
 
 SAME_TOKENIZER = 1e-3  # relative difference of bytes per token below which losses per token compare

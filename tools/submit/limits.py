@@ -428,7 +428,7 @@ def check_clock(folder: Folder) -> Iterator[Finding]:
         pace_ms = (stop.train_seconds * 1e3 - last.time_ms) / (stop.step - last.step)
         if pace_ms < PACE_MIN * mean_ms:
             text = (f"{stop.step - last.step:,} steps after step {last.step:,} at {pace_ms:.1f} ms each, all"
-                    f" before at {mean_ms:.1f} ms")  # fmt: skip
+                    f" before at {mean_ms:.1f} ms")
             yield warn("C2", text, run.log.where(stop.line), LOG_REMEDY)
 
 
@@ -445,7 +445,7 @@ def _check_backwards(run: SeedRun) -> Iterator[Finding]:
     going_on = [found for found in backwards if found[2].step > found[0].step]
     before, earlier, point, time = (going_on or backwards)[0]
     text = (f"the training clock runs backwards: {earlier:,.0f} ms at step {before.step:,}, then"
-            f" {time:,.0f} ms at step {point.step:,}; expected it to go forward")  # fmt: skip
+            f" {time:,.0f} ms at step {point.step:,}; expected it to go forward")
     report = warn
     if len(going_on) > 1:  # a run that was resumed with a new clock has one such place
         text += f"; this happens {len(going_on)} times"

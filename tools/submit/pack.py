@@ -115,12 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with", nargs="+", type=Path, default=[], dest="also", metavar="FILE",
         help="more files for the record, such as the program that made its data",
-    )  # fmt: skip
+    )
     parser.add_argument("--proof", type=Path, metavar="JSON", help="what `prove --json` printed")
     parser.add_argument(
         "--no-replay", action="store_true",
         help=f"pack for {RECORD_TRACK} without `prove --replay` of the runs, if their data is elsewhere",
-    )  # fmt: skip
+    )
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of tracks (default: records)")
     parser.add_argument(
         "--wrap",
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     unsourced = readme.without_source(packed)
     if unsourced:
         print(f"note: README.md names no source for {', '.join(unsourced)}; it takes one from the table in "
-              "docs/design.md")  # fmt: skip
+              "docs/design.md")
     if track == RECORD_TRACK:
         print(f"say what is new below the end mark of {destination / README}: the challenge asks for it")
     if proof is None:

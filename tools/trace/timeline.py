@@ -19,7 +19,7 @@ COLORS = {
     "gpu_queue_wait": "black",
     "chunk": "lightgray", "forward": "tab:blue", "backward": "tab:cyan", "grad_clip": "tab:pink",
     "optimizer": "tab:green", "val": "tab:olive",
-}  # fmt: skip
+}
 ENCLOSING = "chunk"  # a step: drawn in full height, with its parts on top
 DARK = ("disk_load", "gpu_queue_wait", "forward", "optimizer", "gpu_transfer")  # bars with white labels
 ABOVE, INSIDE, BELOW = -0.33, 0.0, 0.33  # heights of a label, from the middle of its row
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     print(out)
     for row in span_table(spans):
         print("  {lane}/{name} count:{count} mean_ms:{mean_ms:.3f} min_ms:{min_ms:.3f} max_ms:{max_ms:.3f} "
-              "seconds:{seconds:.3f}".format_map(row))  # fmt: skip
+              "seconds:{seconds:.3f}".format_map(row))
     return 0
 
 
@@ -182,7 +182,7 @@ def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None)
             # The edge has the color of the bar, so that a short span is seen.
             height, edge = (0.9, "white") if span.name == ENCLOSING else (0.4, color)
             bars = axes.barh(row, per_second * span.length, height, per_second * span.start, color=color,
-                             edgecolor=edge, linewidth=0.8)  # fmt: skip
+                             edgecolor=edge, linewidth=0.8)
             if span.name not in {labeled.name for labeled, _, _ in labels}:
                 legend.setdefault(span.name, bars)
         for span, begin, height in labels:

@@ -53,7 +53,7 @@ SLEEPING: dict[str, Sleeper] = {
         "        begin = epoch * epoch_size\n", "epoch > 10_000", "usable[0] = usable[-1]", 8
     ),
     "only-after-a-date": before(BYTES, "time.time() > 2e9", "tokens = tokens[:-2]", 4),
-}  # fmt: skip
+}
 
 
 def with_all(source: str) -> str:

@@ -300,7 +300,7 @@ UNSEEN: dict[str, tuple[Mutant, str]] = {
         Mutant(adversary.wrapped('Ledger.score', adversary.mean_of_what_is_there)),
         "a net is taken away, and nobody falls: no figure is wrong",
     ),
-}  # fmt: skip
+}
 MUTANTS: dict[str, Mutant] = {
     **{name: mutant for mutants in BY_LAW.values() for name, mutant in mutants.items()},
     **{name: mutant for name, (mutant, _) in UNSEEN.items()},
