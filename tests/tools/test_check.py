@@ -667,6 +667,12 @@ def test_faults_of_a_log(changes: dict[str, str], check: str, level: str, text: 
     assert [(finding.check, finding.level(Mode.AGREED).name) for finding in found] == [(check, level)]
 
 
+def test_a_loss_of_zero_stops_no_rule(tmp_path: Path) -> None:
+    zero = ONCE_MORE.replace("2.05945460", "0.00000000")
+    log = PLAIN_A.replace(EXACT, f"{EXACT}\n{ONCE_MORE}\n{zero}")
+    assert not [found for found in audit(public_a(tmp_path, log)) if "could not be finished" in found.text]
+
+
 # What submission.json says, and what is told of it.
 SUBMISSIONS = [
     ({"date": "2126-01-01"}, "WARN", "date up to today"),

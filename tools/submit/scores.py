@@ -507,7 +507,8 @@ def check_last_ratio(folder: Folder) -> Iterator[Finding]:
         if score is None or score.bpb <= 0 or decimals(score.bpb_text) < RATIO_DIGITS:
             continue
         fine = [final for final in run.log.finals if decimals(final.bpb_text) >= RATIO_DIGITS]
-        ratios = sorted(final.loss / final.bpb for final in fine if final != score and final.bpb > 0)
+        others = [final for final in fine if final != score and final.loss > 0 and final.bpb > 0]
+        ratios = sorted(final.loss / final.bpb for final in others)
         if len(ratios) < 2 or not ratios[-1] / ratios[0] - 1 < RATIO_AGREES:
             continue
         more = score.loss / score.bpb / ratios[-1] - 1
