@@ -251,14 +251,19 @@ class ModelSettings:
         return env
 
     @classmethod
-    def from_values(cls: type[Settings], values: Mapping[str, str]) -> Settings:
-        """The settings of this class: defaults, overridden by `values`. ConfigError if one is wrong."""
+    def before_rules(cls: type[Settings], values: Mapping[str, str]) -> Settings:
+        """`from_values`, where each value is checked by itself, but not the rules between them."""
         given = {}
         for spec in fields(cls):
             name = spec.name.upper()
             if name in values:
                 given[spec.name] = parse_value(name, values[name], spec)
-        settings = cls(**given)
+        return cls(**given)
+
+    @classmethod
+    def from_values(cls: type[Settings], values: Mapping[str, str]) -> Settings:
+        """The settings of this class: defaults, overridden by `values`. ConfigError if one is wrong."""
+        settings = cls.before_rules(values)
         # The message shows the value of each setting that the rule names.
         for holds, expected in settings.rules():
             if not holds:
@@ -2447,7 +2452,8 @@ def ancestor_of(environ: Mapping[str, str]) -> str:
     """
     if environ.get("CONFIG"):
         return ""
-    given = Config.from_env({**environ, "CONFIG": "none"}).overrides().items()
+    # In a shipped script the rules hold for these settings together with those of its run, not for these alone.
+    given = Config.before_rules(read_settings({**environ, "CONFIG": "none"})).overrides().items()
     in_common = {}
     for name in ANCESTORS.split():
         path = find_path(f"configs/{name}.env")

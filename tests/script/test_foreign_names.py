@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+import train_gpt
 from train_gpt import ANCESTOR_SWITCHES, Config, ConfigError, notes_on_environment
 
 
@@ -68,3 +69,14 @@ def test_a_public_name_of_a_constant_is_answered_with_its_value() -> None:
             if type(value) in (int, float) and name not in settings and name.upper() not in ours:
                 accepted, _ = ANCESTOR_SWITCHES[name.upper()]
                 assert float(accepted) == value, name
+
+
+def test_a_shipped_script_takes_what_fits_the_settings_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit shorter than what the default reserves for Hessians: the record reserves less."""
+    environ = {"MAX_WALLCLOCK_SECONDS": "2"}
+    with pytest.raises(ConfigError, match="GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"):
+        Config.from_env(environ)
+    shipped = {"GPTQ_RESERVE_SECONDS": "1.0"}
+    monkeypatch.setattr(train_gpt, "SHIPPED_SETTINGS", shipped, raising=False)  # a wrapper has it
+    assert Config.from_env(environ).gptq_reserve_seconds == 1.0
+    assert notes_on_environment(environ) == []

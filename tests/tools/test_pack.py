@@ -229,6 +229,22 @@ def test_the_first_paragraph_says_what_is_new_with_its_source(
         assert [f.text for f in audit(folder) if f.level == Level.FAIL] == []
 
 
+def test_a_value_of_the_authors_own_is_not_credited_to_the_source_of_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "design.md"
+    sources.write_text("| `GAIN=1.5` | #1493 | none |\n")
+    monkeypatch.setattr("tools.runs.techniques.SOURCES", sources)
+    base = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, 2, config={"GAIN": "0"}), name="Base")
+    link = "[#1493](https://github.com/openai/parameter-golf/pull/1493)"
+    for name, gain, source in (("Published", "1.5", link), ("Own", "2.0", f"default 1.5: {link}")):
+        runs = make_runs(tmp_path / name, 1, 2, config={"GAIN": gain})
+        folder = pack(tmp_path / "records", runs, "--baseline", str(base), name=name)
+        page = (folder / "README.md").read_text()
+        assert f"New over {base.name}: `GAIN={gain}` ({source})." in page
+        assert f"\n| `GAIN` | 0 | {gain} | {source} |\n" in page
+
+
 def test_the_author_is_named_or_not_invented(tmp_path: Path, tool: Tool) -> None:
     (run,) = make_runs(tmp_path / "runs", 1)
     for number, (options, line) in enumerate((
