@@ -63,6 +63,16 @@ def test_a_step_is_slow_compared_to_its_neighbors(tmp_path: Path) -> None:
     assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(100, "other"), (250, "other")]
 
 
+def test_the_median_is_over_steps_not_over_lines_of_the_log(tmp_path: Path) -> None:
+    """The first ten steps have a line each; then a line is of twenty."""
+    run = load_group(make_run(tmp_path / "a", 1)).runs[0]
+    (event, *_) = (event for event in run.events if event.kind == "train")
+    clock_ms = [*((step, 10.0 * step) for step in range(1, 11)), (30, 2100.0), (50, 4100.0)]
+    run.events = [replace(event, values={"step": step, "train_time_ms": ms, "train_loss": 3.0})
+                  for step, ms in clock_ms]
+    assert plot.step_statistics(run)["median_ms"] == 100.0
+
+
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_figure_is_written(tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its names are drawn as they are, a dollar sign begins no formula, and printed on one line."""
@@ -148,6 +158,35 @@ def test_one_run_has_two_panels_two_have_their_difference_and_all_has_more(
     mean = panels["two − one"]["mean of neighboring steps"]
     assert [x for x, _ in mean] == [20 * 2048 * (i + 1) for i in range(20)]
     assert [y for _, y in mean] == pytest.approx([-0.05] * 20)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_no_text_covers_a_step_time_or_leaves_the_figure(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several runs, all of which have long names and slow steps of two causes."""
+    runs = [make_run(tmp_path / f"a_run_with_a_name_that_says_what_its_author_tried_in_it_{seed}", seed,
+                     slow_step=300) for seed in range(count)]
+
+    def look(path: Path, figure: Any, dpi: int) -> None:
+        figure.canvas.draw()
+        (axes,) = (axes for axes in figure.axes if axes.get_title(loc="left") == "Step time")
+        legend = axes.get_legend().get_window_extent()
+        heights = [height for line in axes.get_lines() for height in line.get_ydata()]
+        assert axes.transData.transform((0, max(heights)))[1] < legend.y0
+        assert legend.x0 > axes.get_window_extent().x0
+        assert figure._suptitle.get_window_extent().x1 < figure.bbox.width
+        assert figure._suptitle.get_window_extent().y0 > axes.get_window_extent().y1
+
+    monkeypatch.setattr(plot, "write_figure", look)
+    assert main(["plot", *map(str, runs), "--out", str(tmp_path / "a.png")]) == 0
+
+
+def test_seeds_of_a_group_share_a_line_of_the_legend_that_tells_all_their_medians() -> None:
+    seeds: list[Any] = [plot.Colored(None, "blue", label) for label in ("one", None, "two")]
+    assert plot.median_labels(seeds, [46.0, 126.3, 50.0]) == [
+        "one: medians 46 to 126.3 ms", None, "two: median 50 ms"]
+    assert plot.median_labels(seeds[:1], [46.0]) == ["median 46 ms"]
 
 
 def test_the_band_of_a_difference_narrows_with_seeds_and_holds_the_truth() -> None:

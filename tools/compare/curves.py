@@ -41,6 +41,7 @@ class StepTime:
 
     step: int
     ms: float
+    count: int  # of these steps
     cause: str | None
 
 
@@ -167,8 +168,13 @@ def step_times(run: Run) -> list[StepTime]:
         cause = None
         if ms > median + max(SLOW_DEVIATIONS * spread, SLOW_SHARE * median):
             cause = _cause(start, stop, (ms - median) * (stop - start), run, waits.get(stop))
-        marked.append(StepTime(stop, ms, cause))
+        marked.append(StepTime(stop, ms, stop - start, cause))
     return marked
+
+
+def median_ms(times: Sequence[StepTime]) -> float:
+    """The median over steps, not lines: the first ten steps have a line each, and later lines are of many."""
+    return statistics.median(time.ms for time in times for _ in range(time.count))
 
 
 def local_medians(values: Sequence[float]) -> list[float]:

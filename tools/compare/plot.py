@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,6 +40,7 @@ LOOK = {
 }
 BINS = 40
 TITLED_MAX = 6  # runs that the title names
+NAME_MAX = 36  # characters of a run's name in a figure
 SCORE_NAMES = {1: "round trip", 2: "sliding window", 3: "test-time training"}  # of `Final.rank`
 STEEP_SHARE = 0.04  # of the run: its first losses are so high that the rest would look flat
 TALL_STEPS = 2.5  # times the median, above which a step time is drawn at the edge
@@ -96,7 +96,7 @@ def follow(paths: Sequence[Path], out: Path, seconds: float, everything: bool) -
 def step_statistics(found: Run) -> dict[str, Any]:
     """Median step time, the number of slow intervals with their causes, and their cost."""
     times = curves.step_times(found)
-    median = statistics.median(t.ms for t in times) if times else None
+    median = curves.median_ms(times) if times else None
     return {
         "run": found.name,
         "intervals": len(times),
@@ -114,9 +114,12 @@ def draw(groups: Sequence[Group], out: Path, everything: bool = False) -> None:
     pyplot = pyplot_without_display()
     rows = panels(groups, everything)
     with pyplot.rc_context(LOOK):
-        width = INCHES[0] * max(map(len, rows))
-        figure = pyplot.figure(figsize=(width, INCHES[1] * len(rows) + 0.6), constrained_layout=True)
-        figure.suptitle(title_of(groups), x=0.01, ha="left", fontsize=13)
+        text = title_of(groups)
+        inches = INCHES[0] * max(map(len, rows)), INCHES[1] * len(rows) + 0.4 + 0.2 * len(text.splitlines())
+        figure = pyplot.figure(figsize=inches, constrained_layout=True)
+        title = figure.suptitle(text, x=0.01, ha="left", fontsize=13)
+        too_wide = title.get_window_extent().width / (0.98 * figure.bbox.width)
+        title.set_fontsize(13 / max(1.0, too_wide))
         try:
             columns = math.lcm(*map(len, rows))
             grid = figure.add_gridspec(len(rows), columns)
@@ -134,7 +137,7 @@ def title_of(groups: Sequence[Group]) -> str:
     lines = []
     for group in groups[:TITLED_MAX]:
         result = result_of(group.runs[0]) if len(group.runs) == 1 else mean_result(group)
-        lines.append(f"{group.name}: {result}")
+        lines.append(f"{shown(group.name)}: {result}")
     if len(groups) > TITLED_MAX:
         lines.append(f"and {len(groups) - TITLED_MAX} more")
     return "\n".join(lines)
@@ -224,16 +227,22 @@ class Colored(NamedTuple):
     label: str | None  # in a legend; None: the run before it has named their group
 
 
+def shown(name: str) -> str:
+    """A name in a figure: of one that is too long, the beginning and the end, which often has the seed."""
+    half = NAME_MAX // 2
+    return name if len(name) <= NAME_MAX else f"{name[:half]}…{name[-half:]}"
+
+
 def colored(groups: Sequence[Group]) -> list[Colored]:
     """Every run with its color and its label."""
     colors = itertools.cycle(COLORS)
     if len(groups) == 1:
-        return [Colored(found, next(colors), found.name) for found in groups[0].runs]
+        return [Colored(found, next(colors), shown(found.name)) for found in groups[0].runs]
     drawn = []
     for group in groups:
         color = next(colors)
         for number, found in enumerate(group.runs):
-            drawn.append(Colored(found, color, group.name if number == 0 else None))
+            drawn.append(Colored(found, color, shown(group.name) if number == 0 else None))
     return drawn
 
 
@@ -379,36 +388,48 @@ def _draw_difference(axes: Axes, base: Group, new: Group, axis: str) -> None:
     axes.set_ylim(-height, height)
     count = max(map(len, differences.values()))
     seeds = f", {count} seeds" if count > 1 else ""
-    _label(axes, f"{new.name} − {base.name}{seeds}", axis, "training loss; below 0: new is better")
+    title = f"{shown(new.name)} − {shown(base.name)}{seeds}"
+    _label(axes, title, axis, "training loss; below 0: new is better")
     axes.legend(loc="upper right")
 
 
 def _draw_times(axes: Axes, runs: Sequence[Colored]) -> None:
     """Step time by step with its median; slow intervals marked in the color of their cause."""
-    shown: set[str] = set()
     drawn = [(found, curves.step_times(found.run)) for found in runs]
     drawn = [(found, times) for found, times in drawn if times]
-    median_of = [statistics.median(t.ms for t in times) for _, times in drawn]
+    median_of = [curves.median_ms(times) for _, times in drawn]
     longest = max(t.ms for _, times in drawn for t in times)
     top = min(TALL_STEPS * max(median_of), longest)
+    labels = median_labels([found for found, _ in drawn], median_of)
     beyond = 0
-    for ((_, color, label), times), median in zip(drawn, median_of, strict=True):
+    for (found, times), median, label in zip(drawn, median_of, labels, strict=True):
         xs, heights = [t.step for t in times], [min(t.ms, top) for t in times]
         beyond += sum(t.ms > top for t in times)
-        axes.plot(xs, heights, color=color, linewidth=1.2, alpha=0.8)
-        name = f"{label}: median {median:.4g} ms" if label else None
-        axes.axhline(median, color=color, linewidth=1.0, linestyle="--", label=name)
-        for cause, cause_color in CAUSE_COLORS.items():
-            slow = [t for t in times if t.cause == cause]
-            if slow:
-                label = f"slow: {CAUSE_NAMES[cause]}" if cause not in shown else None
-                points = [t.step for t in slow], [min(t.ms, top) for t in slow]
-                axes.scatter(*points, s=22, color=cause_color, label=label, zorder=3)
-                shown.add(cause)
-    axes.set_ylim(0, 1.3 * top)  # with room for the legend
+        axes.plot(xs, heights, color=found.color, linewidth=1.2, alpha=0.8)
+        axes.axhline(median, color=found.color, linewidth=1.0, linestyle="--", label=label)
+    for cause, color in CAUSE_COLORS.items():
+        slow = [t for _, times in drawn for t in times if t.cause == cause]
+        if slow:
+            xs, heights = [t.step for t in slow], [min(t.ms, top) for t in slow]
+            axes.scatter(xs, heights, s=22, color=color, label=f"slow: {CAUSE_NAMES[cause]}", zorder=3)
     edge = f" ({beyond} beyond the edge)" if beyond else ""
     _label(axes, "Step time", "steps", f"milliseconds per step{edge}")
-    axes.legend(loc="upper right")
+    # The legend lies above the curves. One of many lines has a smaller font.
+    lines = len(axes.get_legend_handles_labels()[1])
+    points, line_share = (8.5, 0.055) if lines > 3 else (LOOK["font.size"], 0.07)
+    axes.set_ylim(0, top / (1 - min(0.04 + line_share * lines, 0.6)))
+    axes.legend(loc="upper right", fontsize=points)
+
+
+def median_labels(runs: Sequence[Colored], medians: Sequence[float]) -> list[str | None]:
+    """What a legend says of each run's median; the first of a group says it for all of them."""
+    starts = [i for i, found in enumerate(runs) if i == 0 or found.label]
+    labels: list[str | None] = [None] * len(runs)
+    for start, stop in zip(starts, [*starts[1:], len(runs)], strict=True):
+        low, high = min(medians[start:stop]), max(medians[start:stop])
+        median = f"median {low:.4g} ms" if low == high else f"medians {low:.4g} to {high:.4g} ms"
+        labels[start] = median if len(runs) == 1 else f"{runs[start].label}: {median}"
+    return labels
 
 
 def _draw_histogram(axes: Axes, runs: Sequence[Colored]) -> None:

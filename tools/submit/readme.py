@@ -105,8 +105,8 @@ def _source_of(setting: str, submission: Mapping[str, Any]) -> str:
     for names, origin in mapping(submission, "attribution").items():
         if setting in names.split():
             source = _linked(str(nested(origin, "source")))
-            others = dict(pair.split("=", 1) for pair in str(nested(origin, "default")).split() if "=" in pair)
-            default = others.get(setting, "")
+            pairs = [pair.partition("=") for pair in str(nested(origin, "default")).split()]
+            default = {name: value for name, _, value in pairs}.get(setting, "")
             return source if default in OFF else f"default {default}: {source}"
     return ""
 
