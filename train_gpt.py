@@ -2452,7 +2452,7 @@ def ancestor_of(environ: Mapping[str, str]) -> str:
     """
     if environ.get("CONFIG"):
         return ""
-    # In a shipped script the rules hold for these settings together with those of its run, not for these alone.
+    # Not by the rules: in a shipped script, they hold for these settings together with those of its run.
     given = Config.before_rules(read_settings({**environ, "CONFIG": "none"})).overrides().items()
     in_common = {}
     for name in ANCESTORS.split():

@@ -534,7 +534,7 @@ def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
     page = (folder / "README.md").read_text()
     pulls = "https://github.com/openai/parameter-golf/pull"
     for told in ("## Compliance", "no network: not proven",
-                 f"| `MUON_WD` | – | 0.5 | [#1218]({pulls}/1218), ",
+                 f"| `MUON_WD` | – | 0.5 | default 0.095: [#1218]({pulls}/1218), ",
                  f"| `NUM_LOOPS=2` `LOOP_START=3` `LOOP_END=5` |  | [#1204]({pulls}/1204), "):
         assert told in page, told
     assert not (folder / "baseline.diff").exists() and main(["check", str(folder)]) == 0

@@ -74,6 +74,20 @@ def test_runs_are_fetched_until_the_machine_has_ended(there: Path) -> None:
     assert "root@pod:/repository/runs/ runs/" in calls[0] and "ssh -p 2222" in calls[0]
 
 
+def test_what_is_missing_is_told_before_anything_is_paid_for(there: Path) -> None:
+    status, out, calls = start(there, "run.sh", SWEEP="my.sweep")
+    assert status == 2 and "SWEEP=my.sweep" in out and calls == []
+    (there / "my.sweep").write_text("seeds: 1\nbase:\n")
+    status, _, calls = start(there, "run.sh", SWEEP="my.sweep")
+    assert status == 0 and calls[-1] == "python -m tools sweep my.sweep"
+    # Without rsync, EVERY would try until somebody looks.
+    for name in ("bash", "dirname", "mkdir", "rm"):
+        (there / "few" / name).parent.mkdir(exist_ok=True)
+        (there / "few" / name).symlink_to(shutil.which(name) or name)
+    status, out, calls = start(there, "fetch.sh", "root@pod", EVERY="60", PATH=str(there / "few"))
+    assert status == 2 and "rsync is not installed" in out and calls == []
+
+
 def test_the_image_has_a_traced_torch_and_its_wheel(repo: Path) -> None:
     text = (repo / "tools/pod/Dockerfile").read_text("utf-8")
     (torch, cuda) = re.findall(r"^FROM pytorch/pytorch:([\d.]+)-cuda([\d.]+)-", text, re.MULTILINE)[0]

@@ -7,6 +7,11 @@ SHARDS=${SHARDS:-80}
 VARIANT=${VARIANT:-caseops}
 SWEEP=${SWEEP:-tools/pod/seeds.sweep}
 POD=runs/pod
+# Before data and check are paid for.
+if [ ! -f "$SWEEP" ]; then
+    echo "pod: SWEEP=$SWEEP: no such file; name one like tools/pod/seeds.sweep, as seen from $PWD" >&2
+    exit 2
+fi
 mkdir -p "$POD"
 rm -f "$POD/ended"
 
