@@ -3444,6 +3444,9 @@ def load_tokenizer(config: Config) -> Any:
     import sentencepiece
 
     path = find_path(config.tokenizer_path)
+    if not os.path.exists(path):
+        raise DataError(f"TOKENIZER_PATH={path}: no such file; set it to the tokenizer that made the shards "
+                        f"in DATA_PATH={config.data_path}. Their manifest.json names it; see data/README.md")
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:

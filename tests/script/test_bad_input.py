@@ -268,7 +268,8 @@ CASES = [
     case("other shard", manifest_with(_000000=5), "manifest: fineweb_train_000000.bin", "Fetch the data"),
     data_file("manifest.json", b"{", "manifest.json|Expecting", "fetch or export"),
     # tokenizers
-    setting("TOKENIZER_PATH=/no/such.model", "see data/", TOKENIZER_PATH="/no/such.model"),
+    setting("TOKENIZER_PATH=/no/such.model: no such file|DATA_PATH=", "manifest.json|see data/",
+            TOKENIZER_PATH="/no/such.model"),
     setting("TOKENIZER_PATH|320 pieces", "expected VOCAB_SIZE=1024|manifest.json", VOCAB_SIZE=1024),
     data_file("tokenizer.model", b"a tokenizer, it says", "TOKENIZER_PATH=", "see data/"),
     case("of other text", tokenizer_of_other_text, "TOKENIZER_PATH=|% of the ids", "the tokenizer that"),

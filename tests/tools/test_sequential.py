@@ -68,7 +68,8 @@ def test_each_verdict_has_its_reason() -> None:
     assert "hurts" in verdict([0.1, 0.101, 0.099, 0.1], 0.002).why
     small = [-0.0001, -0.00011, -0.00009, -0.0001]
     assert "smallest useful" in verdict(small, 0.002).why and verdict(small, 0.0).word == KEEP
-    assert verdict([-0.1, -0.101, -0.099], 0.002).word == UNDECIDED  # no look yet
+    early = verdict([-0.1, -0.101, -0.099], 0.002)  # no look yet
+    assert early.word == UNDECIDED and "--seeds 4 continues" in early.why
     idle = verdict([0.0] * 4, 0.002)
     assert idle.word == UNDECIDED and "same to the last digit" in idle.why
     scattered = [-0.02, 0.01, -0.03, 0.005, -0.01]
@@ -81,6 +82,10 @@ def test_each_verdict_has_its_reason() -> None:
     after, before = half_widths(float(spread), [count, count - 1])
     assert after < distance <= before
     assert f"about {count - 5} more seeds" in undecided.why
+    # It names the option that goes on, unless the rule ends before.
+    assert count > MOST_PAIRS and "continues" not in undecided.why
+    nearly = verdict([-0.02, -0.01, -0.02, -0.005, -0.012], 0.002)
+    assert nearly.why == "about 1 more seed, if they go on like these (--seeds 6 continues)"
 
 
 def test_what_can_be_shown_is_what_a_look_shows() -> None:

@@ -56,7 +56,8 @@ def verdict(differences: Sequence[float], useful: float) -> Verdict:
     """
     pairs = len(differences)
     if pairs < FIRST_LOOK:
-        return Verdict(UNDECIDED, f"about {FIRST_LOOK - pairs} more seeds until the first look")
+        why = f"the first look comes after {FIRST_LOOK} pairs; --seeds {FIRST_LOOK} continues up to it"
+        return Verdict(UNDECIDED, why)
     if not any(differences):
         same = "both sides score the same to the last digit in every pair, which more seeds will not change"
         return Verdict(UNDECIDED, same, (0.0, 0.0))
@@ -71,9 +72,12 @@ def verdict(differences: Sequence[float], useful: float) -> Verdict:
         return Verdict(KEEP, "it gains", interval)
     count = pairs_to_decide(center, spread, pairs, useful)
     about = "more than" if count > LOOKED_AHEAD else "about"
-    why = f"{about} {count - pairs} more seeds, if they go on like these"
+    seeds = "seed" if count - pairs == 1 else "seeds"
+    why = f"{about} {count - pairs} more {seeds}, if they go on like these"
     if count > MOST_PAIRS:
         why += f", but the rule allows {MOST_PAIRS} in all: train longer, or look for a larger effect"
+    else:
+        why += f" (--seeds {count} continues)"
     return Verdict(UNDECIDED, why, interval)
 
 
