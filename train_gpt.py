@@ -6190,6 +6190,7 @@ def open_run(config: Config, run: Run, inputs: Inputs, notes: list[str]) -> None
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
         plan_line(config, len(data.tokens) - 1),
+        *slow_step_warning(config, machine),
         f"seed:{config.seed}",
         f"train_io:prefetch:{config.train_prefetch} "
         f"copy_stream:{config.train_copy_stream and machine.on_gpu} "
@@ -6201,6 +6202,9 @@ def open_run(config: Config, run: Run, inputs: Inputs, notes: list[str]) -> None
         *inputs.chosen.report,
     ):
         run.log(line)
+
+
+LONG_STEP_FLOPS = 1e13  # minutes on a CPU, which does 1e10 to 1e12 a second
 
 
 def plan_line(config: Config, targets: int) -> str:
@@ -6215,6 +6219,17 @@ def plan_line(config: Config, targets: int) -> str:
     shortcuts = ["TTT_ENABLED=0"] if config.ttt_enabled else []
     shortcuts += ["EVAL_STRIDE=0"] if config.eval_stride else []
     return f"{line}. Faster: {' '.join(shortcuts)}" if shortcuts else line
+
+
+def slow_step_warning(config: Config, machine: Machine) -> list[str]:
+    """A line for the log if a CPU takes minutes or hours for a step, in which it would seem to hang."""
+    parameters = count_parameters(config)
+    flops = 6 * parameters * config.train_batch_tokens
+    if machine.on_gpu or config.eval_only or not config.iterations or flops < LONG_STEP_FLOPS:
+        return []
+    return [f"warning: there is no GPU in use, and a CPU takes minutes to hours for one step of "
+            f"{config.train_batch_tokens:,} tokens with {parameters:,} parameters; for a small model, set "
+            "CONFIG=configs/cpu_demo.env"]
 
 
 def log_limit(run: Run, name: str, value: float, limit: float) -> dict[str, Any]:

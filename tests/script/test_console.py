@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import train_gpt
 from tests.support.planted import before, counted_clock, in_phase
@@ -90,6 +91,23 @@ def test_the_plan_says_what_a_run_will_do_and_what_makes_it_shorter(finished: En
     assert "7,000 steps" in shortest and "=0" not in shortest
     scores = plan(EVAL_ONLY=str(finished.directory / "model.bin"))
     assert "steps" not in scores and "12,345 tokens" in scores
+
+
+def test_a_step_that_takes_a_cpu_hours_is_warned_of(lab: Lab, repo: Path) -> None:
+    """As that of the default, which prints nothing for so long. A demo of a minute has no such line."""
+
+    def warned(config: str = "none", device: str = "cpu", **changes: str) -> bool:
+        settings = train_gpt.Config.from_env({"CONFIG": config, **changes})
+        machine = train_gpt.Machine(device=torch.device(device))
+        return bool(train_gpt.slow_step_warning(settings, machine))
+
+    assert warned() and not warned(device="cuda")
+    assert not warned(EVAL_ONLY="model.bin") and not warned(ITERATIONS="0")
+    assert not any(warned(str(repo / "configs" / name)) for name in ("cpu_demo.env", "cpu_try.env"))
+    stop = in_phase("build_model", "os._exit(0)")
+    ended = lab.succeed(fault=stop, TRAIN_BATCH_TOKENS=2**36, RUNS_DIR="", RUN_ID="")
+    (line,) = re.findall(r"^warning: there is no GPU.*$", ended.out, re.M)
+    assert f"{2**36:,} tokens" in line and "CONFIG=configs/cpu_demo.env" in line
 
 
 def test_a_limit_that_is_none_is_printed_as_none(finished: Ended) -> None:
