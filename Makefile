@@ -66,6 +66,7 @@ demo: $(READY) ## train, quantize, score and generate text on this machine, in m
 	@$(RUN) -m tools plot "$(RUNS)/$(NAME)"
 	@echo; $(RUN) -m tools summary "$(RUNS)/$(NAME)"
 	@echo; $(RUN) -m tools generate "$(RUNS)/$(NAME)/model.bin" "The function returns"
+	@echo; echo "next: source $(VENV)/bin/activate; python -m tools try SMEAR_GATE_ENABLED=0    # does the model need this part?"
 
 seeds: $(READY) ## the same run with several seeds, ready to pack; continues if stopped (SEEDS="1 2 3" CONFIG=file NAME=run)
 	@$(RUN) data/sample.py
