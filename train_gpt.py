@@ -791,7 +791,8 @@ def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor 
         v_BTKE = repeat_heads(v_BTKE, q_BTHE)
     dtype = q_BTHE.dtype
     if not q_BTHE.is_cuda and dtype == torch.bfloat16:
-        # On a CPU the backward pass of torch's attention takes twice as long in bfloat16 as in fp32.
+        # On a CPU the backward pass of torch's attention takes longer in bfloat16 than in fp32 if rows are
+        # short: twice as long for the 128 tokens of configs/cpu_demo.env. From 1024 tokens on it takes less.
         q_BTHE, k_BTKE, v_BTKE = q_BTHE.float(), k_BTKE.float(), v_BTKE.float()
     y_BHTE = F.scaled_dot_product_attention(
         q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2),
@@ -5334,6 +5335,7 @@ class Training:
         return {
             "config": self.config.as_env(TrainingSettings),
             "hashes": self.hashes,
+            "dtype": dtype_name(self.run.machine.dtype),
             "step": self.step,
             "seconds": self.seconds,
             "stream_hash": self.stream_hash(),
@@ -5379,11 +5381,17 @@ def torch_file(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as COMPUTE_DTYPE names it."""
+    return f"{dtype}".removeprefix("torch.")
+
+
+def read_checkpoint(config: Config, hashes: dict[str, str], dtype: torch.dtype) -> dict[str, Any]:
     """The state of the run that RESUME names; empty without RESUME. No code in the file is executed.
 
-    ConfigError if the checkpoint cannot be read, or if training settings, data or code have changed since.
-    RESUME_OTHER_CODE allows changed code; `hashes` then gets the hash of the earlier code, too.
+    dtype: of the activations here. ConfigError if the checkpoint cannot be read, or if training settings,
+    dtype, data or code have changed since. RESUME_OTHER_CODE allows changed code; `hashes` then gets the hash
+    of the earlier code, too.
     """
     if not config.resume:
         return {}
@@ -5416,6 +5424,11 @@ def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
         script = shlex.quote(f"{path.parent}/train_gpt.py")
         raise ConfigError(f"RESUME={config.resume}: {named}; run {script} with no other "
                           "settings. RESUME_OTHER_CODE=1 allows another script and is recorded")
+    # COMPUTE_DTYPE=auto can mean something else on another machine. Older checkpoints do not say.
+    dtype_then = state.get("dtype", dtype_name(dtype))
+    if dtype_then != dtype_name(dtype):
+        raise ConfigError(f"RESUME={config.resume}: activations are in {dtype_name(dtype)} here, but were in "
+                          f"{dtype_then} when the run began; set COMPUTE_DTYPE={dtype_then}")
     return state
 
 
@@ -6025,7 +6038,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
         for name, value in mine.items():
             if theirs[name] != value:
                 raise ConfigError(f"{name} is {theirs[name]} on rank {rank}, {value} on rank {machine.rank}")
-    checkpoint = read_checkpoint(config, hashes)
+    checkpoint = read_checkpoint(config, hashes, machine.dtype)
     read_modes(config)
     shipped = with_settings(shipped_code(source), config)
     if train_shards:

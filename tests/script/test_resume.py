@@ -199,7 +199,7 @@ def read_again(directory: Path) -> dict[str, Any]:
     """The checkpoint of a run as its own settings and code read it."""
     state = torch.load(directory / "checkpoint.pt", weights_only=True)
     settings = {"CONFIG": str(directory / "config.env"), "RESUME": str(directory)}
-    return train_gpt.read_checkpoint(train_gpt.Config.from_env(settings), state["hashes"])
+    return train_gpt.read_checkpoint(train_gpt.Config.from_env(settings), state["hashes"], torch.float32)
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -232,7 +232,7 @@ def test_a_flipped_bit_anywhere_is_found_or_does_no_harm(copy: Path) -> None:
         flipped[source.randrange(len(content))] ^= 1 << source.randrange(8)
         path.write_bytes(flipped)
         try:
-            assert_equal(train_gpt.read_checkpoint(config, state["hashes"]), state)
+            assert_equal(train_gpt.read_checkpoint(config, state["hashes"], torch.float32), state)
         except train_gpt.ConfigError as error:
             assert f"RESUME: {path} cannot be read" in str(error)
             found += 1
@@ -316,6 +316,27 @@ def test_nothing_is_written_through_a_link_that_comes_later(tmp_path: Path) -> N
 def test_other_settings_are_refused_by_name(changes: dict[str, object], copy: Path, lab: Lab) -> None:
     (name,) = changes
     refused(lab, copy, f"{name} is ", f"{copy}/train_gpt.py", **changes)
+
+
+def test_activations_of_another_dtype_are_refused_and_the_way_out_works(copy: Path, lab: Lab) -> None:
+    """COMPUTE_DTYPE=auto is bfloat16 on one CPU and float32 on another, where a run may be resumed."""
+    for there, here in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        state = torch.load(copy / "checkpoint.pt", weights_only=True)
+        torch.save({**state, "dtype": there}, copy / "checkpoint.pt")
+        refused(lab, copy, f"activations are in {here} here, but were in {there}",
+                f"set COMPUTE_DTYPE={there}", COMPUTE_DTYPE=here)
+    last = lab.succeed(RESUME=copy, COMPUTE_DTYPE="bfloat16", **SHORT_END)
+    assert "dtype:torch.bfloat16 " in last.out and re.search("^resumed:", last.out, re.M)
+
+
+def test_a_run_in_bfloat16_that_was_stopped_equals_one_never_stopped(
+    lab: Lab, tmp_path_factory: pytest.TempPathFactory, dataset: Path
+) -> None:
+    changes = {**SHORT_END, "COMPUTE_DTYPE": "bfloat16"}
+    whole = Lab(tmp_path_factory.mktemp("whole"), dataset).succeed(**changes)
+    ended = lab.succeed(RESUME=stop_at(lab, 3, **changes).directory, **changes)
+    assert_same_result(ended, whole)
+    assert train_losses(ended) == train_losses(whole)
 
 
 def test_other_data_and_another_tokenizer_are_refused(copy: Path, lab: Lab) -> None:
