@@ -20,9 +20,11 @@ from tools.runs import script
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
 
+ARTIFACT = "model.bin"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", type=Path, metavar="MODEL", help="model.bin of a run")
+    parser.add_argument("artifact", type=Path, metavar="MODEL", help="model.bin of a run, or its directory")
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to write (default: 200)")
     parser.add_argument(
@@ -41,10 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.tokens < 1 or args.temperature < 0 or args.top_k < 0:
         raise RecordError("expected --tokens of at least 1, --temperature and --top-k of at least 0")
+    # The other verbs take the directory of a run.
+    artifact = args.artifact / ARTIFACT if args.artifact.is_dir() else args.artifact
     try:
-        model, about = script.load_artifact(args.artifact)
-        pieces = load_tokenizer(args.artifact, about.tokenizer_sha256, args.tokenizer)
-        data = script.find_path(settings_of_run(args.artifact.parent).data_path)
+        model, about = script.load_artifact(artifact)
+        pieces = load_tokenizer(artifact, about.tokenizer_sha256, args.tokenizer)
+        data = script.find_path(settings_of_run(artifact.parent).data_path)
         pairs = script.read_manifest(data).fused
     except (script.ArtifactError, script.ConfigError) as error:
         raise RecordError(f"{error}; name the model.bin of a run of this script") from error

@@ -41,6 +41,7 @@ def test_text_goes_on_from_the_prompt_every_time(finished: Ended, written: Tool)
     model = finished.directory / "model.bin"  # its config.env names the tokenizer
     texts = [written(model, "Bale", "--tokens", 12, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2] and all(text.startswith("Bale") for text in texts)
+    assert written(finished.directory, "Bale", "--tokens", 12, "--seed", 1) == texts[0]
     assert len(written(model, "Bale", "--tokens", 40)) > len(texts[0])  # beyond the context of 32 too
     short = (model, "Bale", "--tokens", 8)
     greedy = [written(*short, "--temperature", 0, "--seed", seed) for seed in (1, 2)]
