@@ -127,8 +127,7 @@ def run(args: argparse.Namespace) -> int:
         of_both = " ".join(f"{name}={value}" for name, value in settings_of_shell(os.environ).items())
         hint = f" ({of_both} of the shell is for both sides: write it after try)" if of_both else ""
         raise RecordError(f"both sides are the same: {args.script} is the script of {base.origin}, and no "
-                          f"setting differs{hint}; edit it, add SETTING=VALUE, or name another --base"
-        )
+                          f"setting differs{hint}; edit it, add SETTING=VALUE, or name another --base")
     given = budget_of(args.config or Path(os.environ.get("CONFIG") or BUDGET), args.equal)
     budget = given.settings
     make_sample(budget)
@@ -384,8 +383,7 @@ def remarks(pairs: Sequence[Pair], folder: Path, outcome: Verdict, equal: str) -
     trained = [(pair.base.scores.get(STAGES[0]), pair.new.scores.get(STAGES[0])) for pair in pairs]
     if all(base is not None and base == new for base, new in trained):
         lines.append("note: with each seed both sides score the same before quantization, so your change did "
-                     "nothing in training; if it should have, is something that it needs off in this budget?"
-                     )
+                     "nothing in training; if it should have, is something that it needs off in this budget?")
     stopped = [row.path.name for pair in pairs for row in (pair.base, pair.new) if row.stopped_learning]
     if stopped:
         lines.append(f"note: the clock ended test-time training early in {', '.join(stopped)}: raise "
