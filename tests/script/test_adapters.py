@@ -454,6 +454,25 @@ def test_every_rank_compiles_all_before_the_clock(mode: str, rank: int, ranks: i
         assert seen - learnt == before - learnt and bool(learnt) == (mode == "sgd")
 
 
+def test_any_number_of_documents_reads_and_steps_by_one_graph() -> None:
+    """A graph for each number would take a minute of compilation in the middle of an evaluation."""
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    lab = subject()
+    model = lab.model()
+    adapters = DocumentAdapters(model, lab.config, initial_adapters(model, lab.config), 5)
+    read = torch.compile(torch.square, backend=counting, dynamic=False)
+    adapters.adamw = torch.compile(train_gpt.adamw_step, backend=counting, dynamic=False)
+    for documents in (5, 3, 2):
+        read(adapters.use(documents)).sum().backward()
+        adapters.step(documents)
+    assert len(graphs) == 2
+
+
 def test_triton_meets_no_size_that_is_no_multiple_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would compile its kernels once more for such a size, inside the clock."""
     lab = subject(TTT_CHUNK_SIZE=5, EVAL_SEQ_LEN=24)
