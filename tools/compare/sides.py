@@ -151,7 +151,7 @@ def script_bytes(path: Path) -> bytes:
 
 def changes_of(words: list[str]) -> dict[str, str]:
     """The settings of one's own side alone, from the command line."""
-    return pairs("try", words)
+    return pairs("command line", words)
 
 
 @dataclass(frozen=True)
