@@ -18,7 +18,16 @@ from tests.support.runs import make_run, make_runs, pack
 from tests.tools.conftest import Tool, without_drawing
 from tools.__main__ import main
 from tools.compare import curves, plot
-from tools.compare.curves import Sample, shard_crossings, smoothed, step_times, train_loss, validation_bpb
+from tools.compare.curves import (
+    Sample,
+    StepTime,
+    median_ms,
+    shard_crossings,
+    smoothed,
+    step_times,
+    train_loss,
+    validation_bpb,
+)
 from tools.runs.runs import load_group
 from tools.runs.script import load_artifact
 
@@ -71,6 +80,13 @@ def test_the_median_is_over_steps_not_over_lines_of_the_log(tmp_path: Path) -> N
     run.events = [replace(event, values={"step": step, "train_time_ms": ms, "train_loss": 3.0})
                   for step, ms in clock_ms]
     assert plot.step_statistics(run)["median_ms"] == 100.0
+    noise = random.Random(1)
+    for lines in range(1, 30):
+        times = [StepTime(0, noise.random(), noise.randrange(1, 5), None) for _ in range(lines)]
+        every_step = [time.ms for time in times for _ in range(time.count)]
+        assert median_ms(times) == pytest.approx(statistics.median(every_step), rel=1e-12)
+    # A log may claim any number of steps.
+    assert median_ms([*times, StepTime(0, 7.0, 10**15, None)]) == 7.0
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from tools.runs.runs import Run
 
@@ -174,7 +175,11 @@ def step_times(run: Run) -> list[StepTime]:
 
 def median_ms(times: Sequence[StepTime]) -> float:
     """The median over steps, not lines: the first ten steps have a line each, and later lines are of many."""
-    return statistics.median(time.ms for time in times for _ in range(time.count))
+    ordered = sorted(times, key=lambda time: time.ms)
+    ends = list(accumulate(time.count for time in ordered))  # steps up to and including each line's
+    # The one in the middle, or the two there. Steps are not listed: a log may claim any number of them.
+    middle = ((ends[-1] - 1) // 2, ends[-1] // 2)
+    return statistics.fmean(ordered[bisect_right(ends, step)].ms for step in middle)
 
 
 def local_medians(values: Sequence[float]) -> list[float]:
