@@ -19,8 +19,7 @@ from data import caseops, fuse
 from tools.runs import script
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
-
-ARTIFACT = "model.bin"
+from tools.runs.runs import ARTIFACT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
 from tools.runs.reading import path_of
 from tools.runs.rules import OWN, VALIDATION_BYTES, VALIDATION_BYTES_TOLERANCE
-from tools.runs.runs import SUMMARY, RunDirectory
+from tools.runs.runs import ARTIFACT, LOG, METRICS, SUMMARY, RunDirectory
 from tools.runs.writing import print_json
 
 LEADERBOARD = Path(__file__).parent / "runs" / "leaderboard.json"  # a copy of the public list, with its date
@@ -89,10 +89,10 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
         scoring = (f"; scoring in {clocks.scoring_seconds:.1f} s,"
                    f" {clocks.from_artifact_seconds:.1f} s from reading the artifact")
     found.append(f"training: {counts} in {seconds:.1f} s{speed}{scoring}")
-    kept = [name for name in ("log.txt", "metrics.jsonl", "model.bin") if (directory.path / name).is_file()]
+    kept = [name for name in (LOG, METRICS, ARTIFACT) if (directory.path / name).is_file()]
     drawn = sorted(path.name for path in directory.path.glob("plot.*"))
     found.append(f"files: {path_of(directory.path)}: {', '.join([*kept, *drawn])}")
-    artifact = shlex.quote(str(directory.path / "model.bin"))
+    artifact = shlex.quote(str(directory.path / ARTIFACT))
     found.append(f"again: EVAL_ONLY={artifact} {python_command()} train_gpt.py")
     return found
 

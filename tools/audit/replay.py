@@ -33,10 +33,10 @@ from tools.audit.settings import ON_CPU, PRIVATE
 from tools.audit.verdict import Verdict
 from tools.audit.worlds import UNKNOWN, decoded_bytes, spelled_bytes, write
 from tools.runs.errors import RecordError
-from tools.runs.runs import RunDirectory, settings_of, settings_sha256
+from tools.runs.runs import ARTIFACT, RunDirectory, settings_of, settings_sha256
 from tools.runs.source import same_program, unwrap
 
-ARTIFACT, MODES = "model.bin", "eval_modes.json"
+MODES = "eval_modes.json"
 LEARNING = "legal_ttt"  # the label of test-time training
 AMPLE_SECONDS = "1000000000"  # with a limit, what is noted about learning is followed
 DOCUMENTS = 8  # of a run in fp32

@@ -25,12 +25,10 @@ from tools.compare.rows import SET_BY_THE_DRIVER, Row
 from tools.runs.derive import mapping
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG, required_object
-from tools.runs.runs import FINISHED, SUMMARY, settings_of
+from tools.runs.runs import ARTIFACT, CHECKPOINT, FINISHED, SUMMARY, settings_of
 from tools.runs.settings import plain_values
 from tools.runs.source import same_program
 
-ARTIFACT = "model.bin"
-CHECKPOINT = "checkpoint.pt"
 SCRIPT = "train_gpt.py"  # the copy of it in a run directory
 # What a CPU gains from its libraries: waiting threads spin for microseconds, freed memory is kept.
 LIBRARIES = {

@@ -18,11 +18,10 @@ from typing import Any
 from data.files import write_bytes
 from tools.runs.errors import RecordError
 from tools.runs.reading import path_of
-from tools.runs.runs import Event, RunDirectory
+from tools.runs.runs import ARTIFACT, Event, RunDirectory
 from tools.runs.script import ArtifactError, Config, ConfigError, learning_rate_scale, load_artifact
 
 NO_VALUES = {"event", "step"}  # of an event; the other numbers are values
-ARTIFACT = "model.bin"
 WEIGHTS = "model.safetensors"
 Values = dict[str, float]  # by the name that they are drawn under
 

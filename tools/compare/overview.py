@@ -19,7 +19,7 @@ from tools.runs.derive import nested, stage_scores, validation_set
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, SETTINGS_OF_A_START, is_own, required_object
 from tools.runs.logs import STAGES, RunLog, read_log
-from tools.runs.runs import FINISHED, LOG, SUMMARY, settings_of
+from tools.runs.runs import ARTIFACT, CHECKPOINT, FINISHED, LOG, SUMMARY, settings_of
 from tools.runs.settings import UNSET, plain_values
 from tools.runs.texts import text_of
 from tools.runs.writing import columns, print_json
@@ -144,9 +144,9 @@ def status(path: Path, summary: dict[str, Any], log: RunLog) -> str:
         verb = f"scored {Path(str(scored)).parent.name} again" if scored else "finished"
         stopped = ", learning stopped early" if log.unlearned else ""
         return verb + stopped + (f", over {', '.join(failed)}" if failed else "")
-    if (path / "model.bin").is_file():
+    if (path / ARTIFACT).is_file():
         return "not scored"
-    saved = ", checkpoint" if (path / "checkpoint.pt").is_file() else ""
+    saved = ", checkpoint" if (path / CHECKPOINT).is_file() else ""
     return f"step {log.steps or 0}{saved}"
 
 

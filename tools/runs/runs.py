@@ -34,6 +34,8 @@ from tools.runs.source import Script, read_script
 LOG = "log.txt"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
+ARTIFACT = "model.bin"
+CHECKPOINT = "checkpoint.pt"
 SHIPPED = "train_gpt.shipped.py"  # the form of the script that the run counted
 FINISHED = "finished"
 PLACES = {"DATA_PATH", "TOKENIZER_PATH", "CONFIG", "FOREIGN_NAMES"}  # where a run reads, not what it does
