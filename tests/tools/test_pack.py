@@ -191,15 +191,22 @@ def test_baseline_gives_diff_and_comparison(tmp_path: Path) -> None:
     assert comparison["frontier"]["p"] < 0.01
 
 
+def base_with_sources(
+    place: Path, monkeypatch: pytest.MonkeyPatch, sources: str, config: dict[str, str]
+) -> Path:
+    """A record to compare with, where docs/design.md has only these rows."""
+    table = place / "design.md"
+    table.write_text(sources)
+    monkeypatch.setattr("tools.runs.techniques.SOURCES", table)
+    return pack(place / "records", make_runs(place / "base", 1, 2, config=config), name="Base")
+
+
 def test_the_first_paragraph_says_what_is_new_with_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A technique from a paper, off in the baseline; settings of both sides, code of both, or nothing."""
-    sources = tmp_path / "design.md"
-    sources.write_text("| `Z_LOSS=0.0` | PaLM, arXiv 2204.02311 | none |\n| `GAIN=1` | #1493 | none |\n")
-    monkeypatch.setattr("tools.runs.techniques.SOURCES", sources)
-    records = tmp_path / "records"
-    base = pack(records, make_runs(tmp_path / "base", 1, 2, config={"Z_LOSS": "0.0"}), name="Base")
+    sources = "| `Z_LOSS=0.0` | PaLM, arXiv 2204.02311 | none |\n| `GAIN=1` | #1493 | none |\n"
+    base = base_with_sources(tmp_path, monkeypatch, sources, {"Z_LOSS": "0.0"})
     assert "New over" not in (base / "README.md").read_text()
     paper = "[arXiv 2204.02311](https://arxiv.org/abs/2204.02311)"
     changed = SOURCE + "# changed\n"
@@ -213,7 +220,7 @@ def test_the_first_paragraph_says_what_is_new_with_its_source(
         ("Neither", SOURCE, {"Z_LOSS": "0.0"}, f"Nothing but the seeds differs from {base.name}."),
     ):
         runs = make_runs(tmp_path / name, 2, 3, source=source, config=config)
-        folder = pack(records, runs, "--baseline", str(base), "--blurb", "My idea.", name=name)
+        folder = pack(tmp_path / "records", runs, "--baseline", str(base), "--blurb", "My idea.", name=name)
         page = (folder / "README.md").read_text()
         assert page.split("\n\n")[2] == f"My idea. {news}"
         is_changed = source == changed
@@ -232,10 +239,7 @@ def test_the_first_paragraph_says_what_is_new_with_its_source(
 def test_a_value_of_the_authors_own_is_not_credited_to_the_source_of_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = tmp_path / "design.md"
-    sources.write_text("| `GAIN=1.5` | #1493 | none |\n")
-    monkeypatch.setattr("tools.runs.techniques.SOURCES", sources)
-    base = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, 2, config={"GAIN": "0"}), name="Base")
+    base = base_with_sources(tmp_path, monkeypatch, "| `GAIN=1.5` | #1493 | none |\n", {"GAIN": "0"})
     link = "[#1493](https://github.com/openai/parameter-golf/pull/1493)"
     for name, gain, source in (("Published", "1.5", link), ("Own", "2.0", f"default 1.5: {link}")):
         runs = make_runs(tmp_path / name, 1, 2, config={"GAIN": gain})

@@ -464,7 +464,7 @@ def clock_of_training(lab: Lab) -> Iterator[str]:
 @law("test-time training stops when its time is up, by the clock alone", ("sgd", "documents"))
 def clock_of_scores(lab: Lab) -> Iterator[str]:
     ids = lab.worlds.short().tokens
-    # Beside an artifact its run has noted where it learned, and that would be followed.
+    # Next to an artifact, its run has noted where it learned, and that would be followed.
     bare = copied(lab, "bare", lab.artifact)
     in_pairs = {"TTT_BATCH_SIZE": "2"}
     ample = lab.ask(ids, {**in_pairs, "MAX_EVAL_SECONDS": "1000000"}, 1, Clock(), bare)

@@ -63,9 +63,10 @@ class Spread:
         each is first divided by the median that it would have if the true one were 1. Tries that changed no
         score are left out: they would say that nothing scatters.
         """
-        from scipy import special  # here, as it is slow to import
+        from scipy import special  # here, because it is slow to import
 
-        deviations, pairs = [], 0
+        deviations = []
+        pairs = 0
         for entry in filter(self._is_here, self._entries()):
             for differences in entry["tries"].values():
                 if len(differences) > 1 and stdev(differences) > 0:

@@ -312,7 +312,6 @@ def _draw_scores(axes: Axes, found: Run, color: str, axis: str) -> list[float]:
     return heights
 
 
-
 def _places(found: Run, axis: str) -> list[float]:
     """Where the losses of a run are on this axis."""
     samples = (*curves.train_loss(found), *curves.validation_loss(found))

@@ -149,7 +149,8 @@ def mixed_versions(sweep: Sweep, folder: Path) -> list[str]:
 
 def mixed_places(sweep: Sweep, folder: Path) -> list[str]:
     """A warning if the runs ran under different conditions, and for each row whose runs read other data."""
-    warnings, everywhere = [], []
+    warnings = []
+    everywhere = []
     for row in sweep.rows.values():
         directories = [directory_of(folder, row.name, seed) for seed in sweep.seeds]
         finished = [directory for directory in directories if is_finished(directory)]
